@@ -1,0 +1,36 @@
+# A thin front over CMake for people. `make demo` and `make test` are all a newcomer needs.
+BUILD ?= build
+JOBS  ?= $(shell nproc 2>/dev/null || echo 2)
+CTEST  = ctest --output-on-failure -j $(JOBS)
+
+.PHONY: all tools demo test test-asan test-tsan install clean
+
+all: tools
+	@cmake -S . -B $(BUILD) >$(BUILD).log 2>&1 || { cat $(BUILD).log; exit 1; }
+	@cmake --build $(BUILD) -j $(JOBS)
+
+# What is missing is installed, saying so; nothing is touched that is there.
+tools:
+	@sh tools/need.sh cmake gcc g++ make
+
+demo: all
+	@sh tools/demo.sh $(BUILD)
+
+test: all
+	@sh tools/test.sh $(BUILD)
+
+test-asan: tools
+	@cmake -S . -B $(BUILD)-asan -DMOK_SANITIZE=address,undefined >$(BUILD)-asan.log 2>&1 || { cat $(BUILD)-asan.log; exit 1; }
+	@cmake --build $(BUILD)-asan -j $(JOBS)
+	@sh tools/test.sh $(BUILD)-asan
+
+test-tsan: tools
+	@cmake -S . -B $(BUILD)-tsan -DMOK_SANITIZE=thread >$(BUILD)-tsan.log 2>&1 || { cat $(BUILD)-tsan.log; exit 1; }
+	@cmake --build $(BUILD)-tsan -j $(JOBS)
+	@sh tools/test.sh $(BUILD)-tsan
+
+install: all
+	@cmake --install $(BUILD) $(if $(PREFIX),--prefix $(PREFIX))
+
+clean:
+	rm -rf $(BUILD) $(BUILD)-asan $(BUILD)-tsan $(BUILD)*.log

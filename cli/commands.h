@@ -1,0 +1,13 @@
+/* The commands of the tool. Each lives in its own file, over mok.h and the helpers of this folder, and returns the exit status: 0, 1 for
+ * a failed check, 2 for wrong use. argv starts behind the command's name. */
+#ifndef MOK_CLI_COMMANDS_H
+#define MOK_CLI_COMMANDS_H
+
+#define COMMAND_LIST(X)                                                                                     \
+    X(info, "what this library can run here: backends, devices, limits")
+
+#define COMMAND_DECLARE(name, summary) int command_##name(int argc, char **argv);
+COMMAND_LIST(COMMAND_DECLARE)
+#undef COMMAND_DECLARE
+
+#endif

@@ -1,0 +1,427 @@
+#include "layer.h"
+
+#include <math.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+/* --- data ------------------------------------------------------------------------------------------------------------ */
+uint64_t layer_random(uint64_t *state)
+{
+    uint64_t z = (*state += 0x9e3779b97f4a7c15ull);
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
+    return z ^ (z >> 31);
+}
+
+static double uniform(uint64_t *state) { return (double)(layer_random(state) >> 11) * 0x1p-53; }
+
+double layer_normal(uint64_t *state)
+{
+    double u = 1.0 - uniform(state), v = uniform(state);
+    return sqrt(-2.0 * log(u)) * cos(6.283185307179586 * v);
+}
+
+uint16_t layer_bf16(float value)
+{
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    if ((bits & 0x7fffffffu) > 0x7f800000u)
+        return (uint16_t)(bits >> 16 | 0x40);
+    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+float layer_float(uint16_t value)
+{
+    uint32_t bits = (uint32_t)value << 16;
+    float result;
+    memcpy(&result, &bits, sizeof result);
+    return result;
+}
+
+static uint16_t *random_matrix(int64_t elements, double scale, uint64_t *state)
+{
+    uint16_t *m = malloc(sizeof *m * (size_t)(elements ? elements : 1));
+    /* Normal deviates are drawn in a pool, then picked: fast enough for large layers, and no two runs alike. */
+    enum { POOL = 8192 };
+    uint16_t pool[POOL];
+    for (int64_t i = 0; i < POOL; i++)
+        pool[i] = layer_bf16((float)(layer_normal(state) * scale));
+    for (int64_t i = 0; m && i < elements; i++)
+        m[i] = pool[layer_random(state) % POOL];
+    return m;
+}
+
+static void draw_routes(layer_problem *p, layer_routing routing, double dropped, uint64_t *state)
+{
+    int64_t topk = p->cfg.topk, experts = p->cfg.num_experts;
+    for (int64_t t = 0; t < p->tokens; t++) {
+        int32_t *ids = p->expert_ids + t * topk;
+        float *weights = p->router_weights + t * topk;
+        float sum = 0;
+        for (int64_t k = 0; k < topk; k++) {
+            bool again = true;
+            while (again) {
+                ids[k] = routing == LAYER_ONE_EXPERT ? 0 : (int32_t)(layer_random(state) % (uint64_t)experts);
+                again = false;
+                for (int64_t j = 0; j < k && routing == LAYER_DISTINCT; j++)
+                    again |= ids[j] == ids[k];
+            }
+            weights[k] = (float)exp(layer_normal(state));
+            sum += weights[k];
+        }
+        for (int64_t k = 0; k < topk; k++) {
+            weights[k] /= sum;
+            if (uniform(state) < dropped)
+                ids[k] = -1;
+        }
+    }
+}
+
+bool layer_make(layer_problem *p, const mok_config *cfg, int64_t tokens, layer_routing routing, double dropped, uint64_t seed)
+{
+    int64_t hidden = cfg->hidden, width = cfg->intermediate, shared = cfg->shared_intermediate, experts = cfg->num_experts;
+    uint64_t state = seed;
+    memset(p, 0, sizeof *p);
+    p->cfg = *cfg;
+    p->tokens = tokens;
+    p->x = random_matrix(tokens * hidden, 1.0, &state);
+    p->dout = random_matrix(tokens * hidden, 1.0, &state);
+    p->gate = random_matrix(experts * width * hidden, 1.0 / sqrt((double)hidden), &state);
+    p->up = random_matrix(experts * width * hidden, 1.0 / sqrt((double)hidden), &state);
+    p->down = random_matrix(experts * width * hidden, 1.0 / sqrt((double)width), &state);
+    p->shared_gate = random_matrix(shared * hidden, 1.0 / sqrt((double)hidden), &state);
+    p->shared_up = random_matrix(shared * hidden, 1.0 / sqrt((double)hidden), &state);
+    p->shared_down = random_matrix(shared * hidden, 1.0 / sqrt((double)(shared ? shared : 1)), &state);
+    p->shared_output_gate = random_matrix(hidden, 1.0 / sqrt((double)hidden), &state);
+    p->router_weights = malloc(sizeof(float) * (size_t)(tokens * cfg->topk + 1));
+    p->expert_ids = malloc(sizeof(int32_t) * (size_t)(tokens * cfg->topk + 1));
+    if (!p->x || !p->dout || !p->gate || !p->up || !p->down || !p->shared_gate || !p->shared_up || !p->shared_down || !p->shared_output_gate ||
+        !p->router_weights || !p->expert_ids) {
+        layer_free(p);
+        return false;
+    }
+    draw_routes(p, routing, dropped, &state);
+    return true;
+}
+
+void layer_free(layer_problem *p)
+{
+    void *all[] = {p->x, p->dout, p->router_weights, p->expert_ids, p->gate, p->up, p->down, p->shared_gate, p->shared_up, p->shared_down, p->shared_output_gate};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++)
+        free(all[i]);
+    memset(p, 0, sizeof *p);
+}
+
+static void *poisoned(int64_t bytes)
+{
+    void *m = malloc((size_t)(bytes ? bytes : 1));
+    if (m)
+        memset(m, 0xff, (size_t)bytes);
+    return m;
+}
+
+bool layer_result_make(layer_result *r, const layer_problem *p, const layer_options *o)
+{
+    const mok_config *c = &p->cfg;
+    int64_t n = p->tokens, routed = c->num_experts * c->intermediate * c->hidden, shared = c->shared_intermediate * c->hidden, ranks = o->ranks;
+    memset(r, 0, sizeof *r);
+    int64_t element = r->grad_bytes = o->grad_dtype == MOK_FP32 ? 4 : 2;
+    r->ranks = o->ranks;
+    r->out = poisoned(n * c->hidden * 2);
+    r->dx = poisoned(n * c->hidden * 2);
+    r->drouter_weights = poisoned(n * c->topk * 4);
+    r->dgate = poisoned(routed * element);
+    r->dup = poisoned(routed * element);
+    r->ddown = poisoned(routed * element);
+    r->dshared_gate = poisoned(ranks * shared * element);
+    r->dshared_up = poisoned(ranks * shared * element);
+    r->dshared_down = poisoned(ranks * shared * element);
+    r->dshared_output_gate = poisoned(ranks * c->hidden * element);
+    r->tokens_per_expert = poisoned(c->num_experts * 8);
+    r->stats = calloc((size_t)ranks, sizeof *r->stats);
+    r->info = calloc((size_t)ranks, sizeof *r->info);
+    if (r->out && r->dx && r->drouter_weights && r->dgate && r->dup && r->ddown && r->dshared_gate && r->dshared_up && r->dshared_down &&
+        r->dshared_output_gate && r->tokens_per_expert && r->stats && r->info)
+        return true;
+    layer_result_free(r);
+    return false;
+}
+
+void layer_result_free(layer_result *r)
+{
+    void *all[] = {r->out, r->dx, r->drouter_weights, r->dgate, r->dup, r->ddown, r->dshared_gate, r->dshared_up, r->dshared_down,
+                   r->dshared_output_gate, r->tokens_per_expert, r->stats, r->info};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++)
+        free(all[i]);
+    memset(r, 0, sizeof *r);
+}
+
+/* --- ranks ----------------------------------------------------------------------------------------------------------- */
+typedef struct rank_job {
+    const layer_problem *problem;
+    const layer_options *options;
+    layer_result *result;
+    mok_group *group;
+    int32_t rank;
+    int64_t first_token, num_tokens, max_tokens;
+    int64_t first_expert, num_experts;
+    void *schedule, *context;
+    void **tables[12]; /* pointer tables of weights and gradients */
+    mok_status status;
+    char error[512];
+} rank_job;
+
+static double seconds(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+/* `base` + this rank's experts, as one pointer or as a table of pointers. */
+static void *from_expert(const rank_job *job, const void *base, int64_t element)
+{
+    const mok_config *c = &job->problem->cfg;
+    return (char *)(uintptr_t)base + job->first_expert * c->intermediate * c->hidden * element;
+}
+
+static void **expert_table(rank_job *job, int slot, void *base, int64_t element)
+{
+    const mok_config *c = &job->problem->cfg;
+    void **table = job->tables[slot] = malloc(sizeof(void *) * (size_t)(job->num_experts + 1));
+    for (int64_t e = 0; table && e < job->num_experts; e++)
+        table[e] = (char *)base + e * c->intermediate * c->hidden * element;
+    return table;
+}
+
+static mok_weight routed_weight(rank_job *job, int slot, const uint16_t *base)
+{
+    void *mine = from_expert(job, base, 2);
+    if (!job->options->experts_by_pointer)
+        return (mok_weight){.packed = mine};
+    return (mok_weight){.experts = (const void *const *)expert_table(job, slot, mine, 2)};
+}
+
+static mok_grad routed_grad(rank_job *job, int slot, void *base)
+{
+    void *mine = from_expert(job, base, job->result->grad_bytes);
+    mok_grad g = {.dtype = job->options->grad_dtype, .accumulate = job->options->accumulate};
+    if (job->options->experts_by_pointer)
+        g.experts = expert_table(job, slot, mine, job->result->grad_bytes);
+    else
+        g.packed = mine;
+    return g;
+}
+
+static mok_grad shared_grad(const rank_job *job, void *base, int64_t elements)
+{
+    return (mok_grad){.packed = elements ? (char *)base + job->rank * elements * job->result->grad_bytes : NULL,
+                      .dtype = job->options->grad_dtype, .accumulate = job->options->accumulate};
+}
+
+static mok_weights weights_of(rank_job *job)
+{
+    const layer_problem *p = job->problem;
+    return (mok_weights){.gate = routed_weight(job, 0, p->gate), .up = routed_weight(job, 1, p->up), .down = routed_weight(job, 2, p->down),
+                         .shared_gate = {.packed = p->shared_gate}, .shared_up = {.packed = p->shared_up}, .shared_down = {.packed = p->shared_down},
+                         .shared_output_gate = p->shared_output_gate};
+}
+
+static mok_grads grads_of(rank_job *job)
+{
+    const mok_config *c = &job->problem->cfg;
+    layer_result *r = job->result;
+    int64_t shared = c->shared_intermediate * c->hidden;
+    return (mok_grads){.gate = routed_grad(job, 3, r->dgate), .up = routed_grad(job, 4, r->dup), .down = routed_grad(job, 5, r->ddown),
+                       .shared_gate = shared_grad(job, r->dshared_gate, shared), .shared_up = shared_grad(job, r->dshared_up, shared),
+                       .shared_down = shared_grad(job, r->dshared_down, shared),
+                       .shared_output_gate = shared_grad(job, r->dshared_output_gate, c->shared_gate ? c->hidden : 0)};
+}
+
+#define TRY(call)                       \
+    do {                                \
+        mok_status try_status = (call); \
+        if (try_status != MOK_OK)       \
+            return try_status;          \
+    } while (0)
+
+static mok_status run_backward(rank_job *job, mok_workspace *w, const mok_weights *weights)
+{
+    const layer_problem *p = job->problem;
+    int64_t hidden = p->cfg.hidden, topk = p->cfg.topk, t = job->first_token;
+    mok_backward_args b = MOK_INIT(mok_backward_args);
+    b.num_tokens = job->num_tokens;
+    b.schedule = job->schedule;
+    b.context = job->context;
+    b.dout = p->dout + t * hidden;
+    b.x = p->x + t * hidden;
+    b.router_weights = p->router_weights + t * topk;
+    b.weights = *weights;
+    b.dx = job->result->dx + t * hidden;
+    b.drouter_weights = job->result->drouter_weights + t * topk;
+    b.grads = grads_of(job);
+    if (!job->options->two_call_backward)
+        return mok_backward(w, &b, NULL);
+    b.parts = MOK_BACKWARD_DATA;
+    TRY(mok_backward(w, &b, NULL));
+    b.parts = MOK_BACKWARD_WEIGHTS;
+    b.dx = b.drouter_weights = NULL;
+    return mok_backward(w, &b, NULL);
+}
+
+static void free_tables(rank_job *job)
+{
+    for (int i = 0; i < 12; i++) {
+        free(job->tables[i]);
+        job->tables[i] = NULL;
+    }
+}
+
+static mok_status run_pass(rank_job *job, mok_workspace *w)
+{
+    const layer_problem *p = job->problem;
+    const layer_options *o = job->options;
+    layer_result *r = job->result;
+    int64_t hidden = p->cfg.hidden, topk = p->cfg.topk, t = job->first_token;
+    double start = seconds();
+    mok_schedule_args s = MOK_INIT(mok_schedule_args);
+    s.num_tokens = job->num_tokens;
+    s.expert_ids = p->expert_ids + t * topk;
+    s.schedule = job->schedule;
+    s.tokens_per_expert_global = job->rank == 0 ? r->tokens_per_expert : NULL;
+    TRY(mok_schedule(w, &s, NULL));
+    TRY(mok_wait(w));
+    double scheduled = seconds();
+
+    mok_weights weights = weights_of(job);
+    mok_forward_args f = MOK_INIT(mok_forward_args);
+    f.num_tokens = job->num_tokens;
+    f.schedule = job->schedule;
+    f.x = p->x + t * hidden;
+    f.router_weights = p->router_weights + t * topk;
+    f.weights = weights;
+    f.context = o->forward_only || o->recompute ? NULL : job->context;
+    f.out = r->out + t * hidden;
+    TRY(mok_forward(w, &f, NULL));
+    TRY(mok_wait(w));
+    double forwarded = seconds();
+    if (o->recompute) {
+        f.context = job->context;
+        TRY(mok_recompute(w, &f, NULL));
+    }
+    if (!o->forward_only)
+        TRY(run_backward(job, w, &weights));
+    TRY(mok_wait(w));
+    if (job->rank == 0) {
+        r->seconds_schedule = scheduled - start;
+        r->seconds_forward = forwarded - scheduled;
+        r->seconds_backward = seconds() - forwarded;
+    }
+    return MOK_OK;
+}
+
+static mok_status run_workspace(rank_job *job, mok_workspace *w)
+{
+    const layer_options *o = job->options;
+    mok_plan plan = MOK_INIT(mok_plan);
+    TRY(mok_workspace_plan(w, &plan));
+    if (posix_memalign(&job->schedule, 256, (size_t)plan.schedule_bytes) || posix_memalign(&job->context, 256, (size_t)plan.context_bytes))
+        return MOK_E_MEMORY;
+    memset(job->schedule, 0xff, (size_t)plan.schedule_bytes);
+    memset(job->context, 0xff, (size_t)plan.context_bytes);
+    for (int64_t i = 0; i < (o->repeat ? o->repeat : 1); i++) {
+        if (o->before_pass)
+            o->before_pass(w, o->user);
+        mok_status status = run_pass(job, w);
+        free_tables(job);
+        TRY(status);
+    }
+    job->result->stats[job->rank] = MOK_INIT(mok_stats);
+    job->result->info[job->rank] = MOK_INIT(mok_schedule_info);
+    if (job->rank == 0) {
+        job->result->config = MOK_INIT(mok_config);
+        TRY(mok_workspace_config(w, &job->result->config));
+    }
+    TRY(mok_get_stats(w, &job->result->stats[job->rank]));
+    return mok_schedule_query(w, job->schedule, &job->result->info[job->rank]);
+}
+
+static void *rank_main(void *argument)
+{
+    rank_job *job = argument;
+    const layer_options *o = job->options;
+    mok_config cfg = job->problem->cfg;
+    mok_workspace *w = NULL;
+    cfg.struct_size = (uint32_t)sizeof cfg;
+    cfg.api_version = MOK_API_VERSION;
+    cfg.max_tokens = job->max_tokens;
+    cfg.ring_rows = o->ring_rows;
+    cfg.minibatch_rows = o->minibatch_rows;
+    cfg.minibatch_rows_bwd = o->minibatch_rows_bwd;
+    cfg.save = o->save;
+    cfg.save_rows = o->save_rows;
+    cfg.cpu_threads = o->cpu_threads;
+    cfg.backend = o->backend;
+    if (mok_expert_range(cfg.num_experts, o->ranks, job->rank, &job->first_expert, &job->num_experts) == MOK_OK)
+        job->status = mok_workspace_create(job->group, &cfg, &w);
+    else
+        job->status = mok_workspace_create(job->group, NULL, &w); /* tells the others */
+    if (job->status == MOK_OK)
+        job->status = run_workspace(job, w);
+    if (job->status != MOK_OK)
+        snprintf(job->error, sizeof job->error, "%s", mok_last_error());
+    mok_workspace_destroy(w);
+    free(job->schedule);
+    free(job->context);
+    return NULL;
+}
+
+static mok_status run_ranks(rank_job *jobs, int32_t ranks, char error[512])
+{
+    pthread_t *threads = calloc((size_t)(uint32_t)ranks, sizeof *threads);
+    mok_status status = threads ? MOK_OK : MOK_E_MEMORY;
+    int32_t started = 0;
+    while (threads && started < ranks && pthread_create(&threads[started], NULL, rank_main, &jobs[started]) == 0)
+        started++;
+    for (int32_t r = 0; r < started; r++)
+        pthread_join(threads[r], NULL);
+    if (threads && started < ranks) {
+        snprintf(error, 512, "only %d of %d threads could be started", started, ranks);
+        status = MOK_E_MEMORY;
+    }
+    for (int32_t r = 0; r < ranks && status == MOK_OK; r++)
+        if (jobs[r].status != MOK_OK) {
+            status = jobs[r].status;
+            snprintf(error, 512, "%s", jobs[r].error);
+        }
+    free(threads);
+    return status;
+}
+
+mok_status layer_run(const layer_problem *p, const layer_options *o, layer_result *result, char error[512])
+{
+    mok_group **groups = o->ranks > 0 ? calloc((size_t)o->ranks, sizeof(mok_group *)) : NULL;
+    rank_job *jobs = o->ranks > 0 ? calloc((size_t)o->ranks, sizeof *jobs) : NULL;
+    mok_status status = mok_group_create_local(o->ranks, NULL, groups);
+    snprintf(error, 512, "%s", status == MOK_OK ? "" : mok_last_error());
+    int64_t first = 0, most = 1;
+    for (int32_t r = 0; r < o->ranks && status == MOK_OK; r++) {
+        int64_t tokens = o->tokens_of_rank ? o->tokens_of_rank[r] : p->tokens * (r + 1) / o->ranks - p->tokens * r / o->ranks;
+        jobs[r] = (rank_job){.problem = p, .options = o, .result = result, .group = groups[r], .rank = r, .first_token = first, .num_tokens = tokens};
+        first += tokens;
+        most = tokens > most ? tokens : most;
+    }
+    for (int32_t r = 0; r < o->ranks && status == MOK_OK; r++)
+        jobs[r].max_tokens = most;
+    if (status == MOK_OK) {
+        status = run_ranks(jobs, o->ranks, error);
+        for (int32_t r = 0; r < o->ranks; r++)
+            mok_group_destroy(groups[r]);
+    }
+    free(groups);
+    free(jobs);
+    return status;
+}

@@ -1,0 +1,416 @@
+/*
+ * mok.h - MoK: one mixture-of-experts (MoE) layer of a model in training, over the GPUs of one NVLink domain.
+ *
+ * This header is the manual. It needs nothing but <stdint.h>, <stddef.h> and <stdbool.h>, is valid C11 and C++, and is the
+ * only header that is installed. Three levels of use:
+ *
+ *   1. Plan     mok_config, mok_plan_query: what a layer will cost before anything is allocated. No group, no GPU needed.
+ *   2. Run      mok_group (who takes part), mok_workspace (memory of a shape), then per step
+ *               mok_schedule -> mok_forward -> [mok_recompute] -> mok_backward [-> mok_backward again, weights only].
+ *   3. Observe  mok_wait, mok_poll, mok_last_error, mok_get_stats.
+ *
+ * Words and letters used everywhere:
+ *   P ranks of the group, T tokens of this rank (any number from 0 to max_tokens, may differ from rank to rank),
+ *   N tokens of all ranks, H hidden, I intermediate, Is intermediate of the shared expert, E experts, K top-k,
+ *   El experts of this rank: [floor(rE/P), floor((r+1)E/P)) for rank r (mok_expert_range).
+ *   Arrays are dense and row-major; "[T, H] bf16" gives shape and element type.
+ *
+ * The maths (rounding points included) and the promise that results have the same bits for any P, ring size, minibatch,
+ * save policy and run are in docs/contract.md.
+ *
+ * Streams are `void *`: a cudaStream_t / CUstream on the cuda backend. On the cpu backend the stream is ignored and a call
+ * does its work in the calling thread (with the workspace's worker threads) and has finished when it returns.
+ *
+ * Threads: a group handle and the workspaces made from it belong to one rank; use them from one thread at a time. Ranks of
+ * one process each need a thread of their own, because collective calls wait for each other.
+ *
+ * Errors: every call that can fail returns a mok_status. mok_last_error() gives this thread's last sentence, with the
+ * numbers in it. The library never exits and never prints. A call that fails has changed nothing that the caller owns,
+ * unless its description says otherwise.
+ */
+#ifndef MOK_H
+#define MOK_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#if defined(__GNUC__)
+#define MOK_API __attribute__((visibility("default")))
+#else
+#define MOK_API
+#endif
+
+/* Version of the structs in this header. It goes into every struct's api_version, next to its struct_size. */
+#define MOK_API_VERSION 1u
+
+/* Fills the two header fields of any struct below: `mok_config cfg = MOK_INIT(mok_config);` zeroes all others. */
+#ifdef __cplusplus
+#define MOK_INIT(type) mok_init_struct<type>()
+extern "C++" {
+template <class S> static inline S mok_init_struct()
+{
+    S s = S();
+    s.struct_size = static_cast<uint32_t>(sizeof(S));
+    s.api_version = MOK_API_VERSION;
+    return s;
+}
+}
+#else
+#define MOK_INIT(type) ((type){.struct_size = (uint32_t)sizeof(type), .api_version = MOK_API_VERSION})
+#endif
+
+/* ---------------------------------------------------------------------------------------------------------------------
+ * Status codes, grouped by who must act: 1-19 the caller, 20-39 the machine's owner, 40-59 another rank, 60-79 the
+ * device, 80-99 us. New detail goes into the sentence, not into new codes.
+ * ------------------------------------------------------------------------------------------------------------------ */
+#define MOK_STATUS_LIST(X)                                                                             \
+    X(MOK_OK, 0, "success")                                                                            \
+    X(MOK_NOT_READY, 1, "work is still running (mok_poll only)")                                       \
+    X(MOK_E_ARG, 2, "an argument is wrong")                                                            \
+    X(MOK_E_SHAPE, 3, "shapes, counts or sizes do not fit together")                                   \
+    X(MOK_E_ROUTE, 4, "an expert id is outside [-1, E)")                                               \
+    X(MOK_E_STATE, 5, "the call does not fit the state: order, schedule or context of another pass")   \
+    X(MOK_E_UNSUPPORTED, 6, "the library does not do this (yet)")                                      \
+    X(MOK_E_MEMORY, 20, "memory could not be had")                                                     \
+    X(MOK_E_ENV, 21, "driver, device or operating system lacks what is needed")                        \
+    X(MOK_E_MISMATCH, 40, "ranks called with different arguments")                                     \
+    X(MOK_E_PEER, 41, "another rank refused its call")                                                 \
+    X(MOK_E_TIMEOUT, 42, "another rank did not come in time")                                          \
+    X(MOK_E_DEVICE, 60, "the device reported an error")                                                \
+    X(MOK_E_BUG, 80, "an internal check failed: please report")
+
+typedef enum mok_status {
+#define MOK_STATUS_ENUM(name, value, text) name = value,
+    MOK_STATUS_LIST(MOK_STATUS_ENUM)
+#undef MOK_STATUS_ENUM
+} mok_status;
+
+/* The name of a status ("MOK_E_ARG") and its general meaning. Never NULL; unknown codes give "unknown status". */
+MOK_API const char *mok_status_name(mok_status status);
+MOK_API const char *mok_status_text(mok_status status);
+/* The sentence of this thread's last failed call, "" if none failed yet. Valid until the thread's next failing call. */
+MOK_API const char *mok_last_error(void);
+/* "0.1.0", and the API version the library was built with. */
+MOK_API const char *mok_version(void);
+MOK_API uint32_t mok_api_version(void);
+
+/* ---------------------------------------------------------------------------------------------------------------------
+ * Configuration of a layer. A struct's fields beyond the caller's struct_size are taken as 0; a longer struct than the
+ * library knows is refused only if its extra bytes are not all 0. In every field 0 means "choose for me" or "none", except in those
+ * marked required.
+ * ------------------------------------------------------------------------------------------------------------------ */
+typedef enum mok_backend_id { MOK_BACKEND_AUTO = 0, MOK_BACKEND_CPU = 1, MOK_BACKEND_CUDA = 2 } mok_backend_id;
+
+typedef enum mok_dtype { MOK_DTYPE_AUTO = 0, MOK_BF16 = 1, MOK_FP32 = 2, MOK_MXFP8 = 3 } mok_dtype;
+
+typedef enum mok_activation {
+    MOK_ACT_SWIGLU = 0,  /* silu(gate) * up, with the optional limit */
+    MOK_ACT_GPT_OSS = 1, /* gate * sigmoid(1.702 gate) * (up + 1); unsupported yet */
+} mok_activation;
+
+/* How gate and up weights lie: two matrices [I, H]; one [2I, H] with gate above up; or one with rows gate0, up0, gate1 … */
+typedef enum mok_gate_up { MOK_GATE_UP_SEPARATE = 0, MOK_GATE_UP_COMBINED = 1, MOK_GATE_UP_INTERLEAVED = 2 } mok_gate_up;
+
+/* How each weight matrix lies: [outputs, inputs] (as nn.Linear keeps it) or [inputs, outputs]. */
+typedef enum mok_weight_layout { MOK_WEIGHT_NK = 0, MOK_WEIGHT_KN = 1 } mok_weight_layout;
+
+/* Which table rows keep their gate/up activations for the backward (rows beyond are computed again, never lost). */
+typedef enum mok_save {
+    MOK_SAVE_AUTO = 0, /* as MOK_SAVE_RING */
+    MOK_SAVE_NONE = 1, /* nothing: activation checkpointing */
+    MOK_SAVE_RING = 2, /* the first ring_rows rows */
+    MOK_SAVE_ALL = 3,  /* as many as the routing can ever give this rank */
+    MOK_SAVE_ROWS = 4, /* save_rows rows */
+} mok_save;
+
+typedef struct mok_config {
+    uint32_t struct_size; /* sizeof(mok_config) */
+    uint32_t api_version; /* MOK_API_VERSION */
+
+    /* Shape. The same on all ranks. */
+    int64_t hidden;              /* required: H, a multiple of 64 */
+    int64_t intermediate;        /* required: I, a multiple of 64 */
+    int64_t shared_intermediate; /* Is, a multiple of 64; 0 = no shared expert */
+    int64_t routed_hidden;       /* width of the routed rows if not H; unsupported yet unless 0 or H */
+    int64_t num_experts;         /* required: E >= 1; P need not divide it, and may be larger */
+    int64_t topk;                /* required: K, 1 to 64 and at most E */
+    int64_t max_tokens;          /* required: largest T of any rank in any call */
+
+    /* Arithmetic. The same on all ranks. */
+    mok_dtype dtype;               /* MOK_BF16 (auto) or MOK_MXFP8 (unsupported yet) */
+    mok_dtype router_dtype;        /* of router weights and their gradients: MOK_FP32 (auto) or MOK_BF16 */
+    mok_activation activation;
+    float swiglu_limit;            /* L > 0: gate <= L and -L <= up <= L before the activation; 0 = no limit */
+    mok_gate_up gate_up;           /* routed experts; shared expert too */
+    mok_weight_layout weight_layout;
+    bool shared_gate;              /* the shared expert's output is scaled by sigmoid(<x, wgate>) */
+    bool expert_bias;              /* unsupported yet */
+
+    /* Schedule. Never changes a result's bits. The same on all ranks. */
+    int64_t ring_rows;             /* rows of the ring, rounded up to 128; 0 = this rank's rows under balanced routing */
+    int64_t minibatch_rows;        /* grain of overlap in the forward, rounded up to 128; 0 = two-wave bound */
+    int64_t minibatch_rows_bwd;    /* the same for the backward */
+    mok_save save;
+    int64_t save_rows;             /* with MOK_SAVE_ROWS, rounded up to 128 */
+    bool save_x;                   /* context keeps the pulled x rows too; unsupported yet */
+    int32_t comm_sms, comm_sms_bwd; /* GPU: SMs that only move rows; 0 = chosen */
+    int32_t reserve_sms;           /* GPU: SMs left to other kernels of the same priority */
+
+    /* Local. May differ from rank to rank. */
+    mok_backend_id backend;        /* auto: cuda if the group has GPUs, else cpu */
+    int32_t cpu_threads;           /* cpu backend: threads of this rank; 0 = cores / ranks of this process, at least 1 */
+    int64_t timeout_ms;            /* longest wait for another rank; 0 = 600 000 */
+} mok_config;
+
+/* ---------------------------------------------------------------------------------------------------------------------
+ * Plan: everything about a configuration that can be said without running it. Pure functions: they do not block, are not
+ * collective, allocate nothing.
+ * ------------------------------------------------------------------------------------------------------------------ */
+/* Experts [*first, *first + *count) belong to `rank`. MOK_E_ARG unless E >= 1 and 0 <= rank < P. */
+MOK_API mok_status mok_expert_range(int64_t num_experts, int32_t num_ranks, int32_t rank, int64_t *first, int64_t *count);
+
+/* One buffer of the memory map. */
+typedef enum mok_memory_kind {
+    MOK_MEM_HEAP = 0,      /* symmetric heap: peers read or write it */
+    MOK_MEM_LOCAL = 1,     /* the rest of the workspace */
+    MOK_MEM_SCHEDULE = 2,  /* caller's, one per routing that is alive */
+    MOK_MEM_CONTEXT = 3,   /* caller's, one per forward whose backward is still to come */
+} mok_memory_kind;
+
+typedef struct mok_buffer_info {
+    const char *name; /* as in src/layout/memory.h; static storage */
+    mok_memory_kind kind;
+    int64_t offset, bytes;
+} mok_buffer_info;
+
+typedef struct mok_pass_plan {
+    double two_wave_rows;    /* rows needed to fill the machine twice with the narrowest GEMM of the pass */
+    int64_t minibatch_rows;  /* used */
+    int64_t narrowest_gemm;  /* its N */
+    double flops;            /* of this rank under balanced routing, shared expert included */
+    double link_bytes_in, link_bytes_out; /* expected, uniform routing, rows only, no local copies */
+} mok_pass_plan;
+
+typedef struct mok_plan {
+    uint32_t struct_size, api_version;
+    int64_t experts_first, experts_count; /* of the rank asked for */
+    int64_t balanced_rows;                /* rows of this rank if all experts are equally liked */
+    int64_t capacity_rows;                /* rows (padding included) that the worst routing gives this rank */
+    int64_t row_tile, ring_rows, saved_rows;
+    int64_t smallest_ring_rows;           /* two minibatches */
+    int64_t heap_bytes, local_bytes, schedule_bytes, context_bytes;
+    mok_pass_plan forward, backward;
+} mok_plan;
+
+/* What `rank` of `num_ranks` gets from `cfg` on a machine with `num_sms` multiprocessors (0: 132) and tiles of
+ * tile_rows x tile_cols (0: 128 x 256). Sizes are exact: mok_workspace_create takes heap_bytes + local_bytes.
+ * `buffers` (may be NULL) receives up to *num_buffers entries, and *num_buffers the number there are.
+ * MOK_E_ARG, MOK_E_SHAPE or MOK_E_UNSUPPORTED with the sentence that creation would give. */
+MOK_API mok_status mok_plan_query(const mok_config *cfg, int32_t num_ranks, int32_t rank, int32_t num_sms, int32_t tile_rows,
+                                  int32_t tile_cols, mok_plan *plan, mok_buffer_info *buffers, int32_t *num_buffers);
+
+/* ---------------------------------------------------------------------------------------------------------------------
+ * Group: the ranks that share a layer's experts.
+ * ------------------------------------------------------------------------------------------------------------------ */
+typedef struct mok_group mok_group;
+
+/* All ranks are threads of this process: groups[r] becomes rank r's handle. Not collective: call it once, hand one handle
+ * to each thread. Destroy every handle. devices: NULL for the cpu backend; else one CUDA device number per rank, where
+ * equal numbers make virtual ranks that share a GPU (unsupported yet). */
+MOK_API mok_status mok_group_create_local(int32_t num_ranks, const int32_t *devices, mok_group **groups);
+
+/* Peer pointers come from the caller, for ranks in several processes. Every function is collective over the group, may
+ * block, and returns 0 or a non-zero error that the library passes on as MOK_E_ENV. */
+typedef struct mok_provider {
+    uint32_t struct_size, api_version;
+    void *user;
+    /* every rank's `bytes` bytes at `send`, in rank order, into `recv` of all ranks. */
+    int (*all_gather)(void *user, const void *send, void *recv, size_t bytes);
+    /* `bytes` bytes of zeroed symmetric memory on every rank; peers[r] is rank r's, as this rank can address it. */
+    int (*heap_alloc)(void *user, size_t bytes, void **peers);
+    /* own: peers[this rank] of heap_alloc. Called once all ranks are through with it. */
+    int (*heap_free)(void *user, void *own);
+} mok_provider;
+MOK_API mok_status mok_group_create(const mok_provider *provider, int32_t rank, int32_t num_ranks, mok_group **group);
+
+/* NULL is allowed. Not collective. Workspaces of the group must be gone. */
+MOK_API void mok_group_destroy(mok_group *group);
+MOK_API int32_t mok_group_rank(const mok_group *group);
+MOK_API int32_t mok_group_size(const mok_group *group);
+
+/* ---------------------------------------------------------------------------------------------------------------------
+ * Workspace: heap, ring and scratch of one configuration. One workspace serves all layers of that shape, one after the
+ * other, and holds nothing between calls.
+ * ------------------------------------------------------------------------------------------------------------------ */
+typedef struct mok_workspace mok_workspace;
+
+/* Collective, blocks. Ranks that disagree in a field that must agree, or of which one has a bad configuration or no
+ * memory, all get the same status and sentence; then no workspace exists. MOK_E_TIMEOUT names the ranks that stayed away. */
+MOK_API mok_status mok_workspace_create(mok_group *group, const mok_config *cfg, mok_workspace **workspace);
+/* Collective (waits for the other ranks' destroy, at most timeout_ms, then frees anyway). NULL is allowed. */
+MOK_API void mok_workspace_destroy(mok_workspace *workspace);
+/* The configuration with every "choose for me" resolved, and the plan. out's struct_size says how much of it to fill. */
+MOK_API mok_status mok_workspace_config(const mok_workspace *workspace, mok_config *out);
+MOK_API mok_status mok_workspace_plan(const mok_workspace *workspace, mok_plan *out);
+
+/* ---------------------------------------------------------------------------------------------------------------------
+ * Arguments of the passes. Pointers are to memory the backend can address (device memory on cuda), owned by the caller,
+ * and must stay valid until the call's work is done.
+ *
+ * Collective calls: schedule, forward, recompute and backward must be called by all ranks of the group in the same order, with the same
+ * `layer` number. They are asynchronous on the stream (see the top for the cpu backend). What a rank finds wrong with its own
+ * arguments is refused at once, and the other ranks' same call fails with MOK_E_PEER and that rank's sentence. What only
+ * the data shows (a bad expert id, ranks that call different things) fails on every rank with the same sentence: on the cpu backend from the
+ * call itself, on cuda from mok_wait, mok_poll or the next call. Outputs are then undefined; the next call works again.
+ * ------------------------------------------------------------------------------------------------------------------ */
+
+/* One weight matrix of all El local experts (or of the shared expert): give `packed` or `experts`.
+ *   packed   [El, rows, cols], dense; [rows, cols] for the shared expert
+ *   experts  El pointers to [rows, cols] each, in memory the backend can address. They are read while the pass runs, so that on cuda
+ *            the addresses may change between replays of a captured graph. The shared expert has one entry.
+ *   scales, transposed, transposed_scales: MXFP8 only (unsupported yet): scales of the data, and the second quantisation. */
+typedef struct mok_weight {
+    const void *packed;
+    const void *const *experts;
+    const void *scales, *transposed, *transposed_scales;
+} mok_weight;
+
+/* Shapes under MOK_WEIGHT_NK; transposed under MOK_WEIGHT_KN. With combined or interleaved gate/up, `gate` is the one
+ * [2I, H] matrix and `up` stays empty. */
+typedef struct mok_weights {
+    mok_weight gate, up;               /* [I, H] bf16 */
+    mok_weight down;                   /* [H, I] bf16 */
+    mok_weight shared_gate, shared_up; /* [Is, H] bf16 */
+    mok_weight shared_down;            /* [H, Is] bf16 */
+    const void *shared_output_gate;    /* [H] bf16, with config.shared_gate */
+} mok_weights;
+
+/* Where a weight gradient goes: as mok_weight, packed or one pointer per expert (an entry may be NULL: that expert is frozen).
+ * Both NULL: not wanted. */
+typedef struct mok_grad {
+    void *packed;
+    void *const *experts;
+    mok_dtype dtype;  /* MOK_BF16 (auto) or MOK_FP32 */
+    bool accumulate;  /* add to what is there, rounding once; an expert without rows is left as it is. Else overwrite: zeros */
+} mok_grad;
+
+typedef struct mok_grads {
+    mok_grad gate, up, down, shared_gate, shared_up, shared_down; /* laid out as the weights */
+    mok_grad shared_output_gate;                                  /* [H]; sums over this rank's tokens */
+    uint32_t *ready;      /* [El] or NULL: set to ready_value once all gradients of that expert are written */
+    uint32_t ready_value;
+} mok_grads;
+
+/* --- s0: routes -> row table ------------------------------------------------------------------------------------- */
+typedef struct mok_schedule_args {
+    uint32_t struct_size, api_version;
+    uint64_t layer;            /* any number, the same on all ranks; part of the fingerprint that ranks compare */
+    int64_t num_tokens;        /* T */
+    const int32_t *expert_ids; /* [T, K]; -1 = dropped route; duplicates within a token are legal, each its own row */
+    void *schedule;            /* out: plan.schedule_bytes bytes, 256-byte aligned: the routing, for the calls below */
+    int64_t *tokens_per_expert_local;  /* out or NULL: [E] routes of this rank's tokens */
+    int64_t *tokens_per_expert_global; /* out or NULL: [E] routes of all ranks' tokens */
+} mok_schedule_args;
+/* MOK_E_ROUTE on all ranks if any rank has an id outside [-1, E), naming rank, token, k and id. */
+MOK_API mok_status mok_schedule(mok_workspace *workspace, const mok_schedule_args *args, void *stream);
+
+/* --- forward ------------------------------------------------------------------------------------------------------ */
+typedef struct mok_forward_args {
+    uint32_t struct_size, api_version;
+    uint64_t layer;
+    int64_t num_tokens;         /* T, as in the schedule */
+    const void *schedule;       /* from mok_schedule of this workspace */
+    const void *x;              /* [T, H] bf16 */
+    const void *router_weights; /* [T, K] of config.router_dtype; any value, 0 and below included */
+    mok_weights weights;
+    void *context;              /* out: plan.context_bytes bytes, 256-byte aligned; NULL = no backward will follow */
+    void *out;                  /* out: [T, H] bf16 */
+} mok_forward_args;
+MOK_API mok_status mok_forward(mok_workspace *workspace, const mok_forward_args *args, void *stream);
+
+/* Fills `context` again, as the forward would have, for a layer whose context was dropped. `out`, weights.down,
+ * weights.shared_down and router_weights are not used. */
+MOK_API mok_status mok_recompute(mok_workspace *workspace, const mok_forward_args *args, void *stream);
+
+/* --- backward ----------------------------------------------------------------------------------------------------- */
+typedef enum mok_backward_parts {
+    MOK_BACKWARD_ALL = 0,
+    MOK_BACKWARD_DATA = 1,    /* dx and drouter_weights now */
+    MOK_BACKWARD_WEIGHTS = 2, /* weight gradients only, in a later call with the same schedule, context, x and dout */
+} mok_backward_parts;
+
+typedef struct mok_backward_args {
+    uint32_t struct_size, api_version;
+    uint64_t layer;
+    int64_t num_tokens;         /* T, as in the schedule */
+    const void *schedule;
+    const void *context;        /* from the forward or recompute with this schedule; read only, so it may serve twice */
+    const void *dout;           /* [T, H] bf16 */
+    const void *x;              /* as in the forward */
+    const void *router_weights; /* as in the forward */
+    mok_weights weights;
+    mok_backward_parts parts;
+    void *dx;                   /* out: [T, H] bf16 */
+    void *drouter_weights;      /* out: [T, K] of config.router_dtype; 0 for dropped routes. NULL = not wanted */
+    mok_grads grads;            /* out; all-zero = no weight gradients */
+} mok_backward_args;
+MOK_API mok_status mok_backward(mok_workspace *workspace, const mok_backward_args *args, void *stream);
+
+/* ---------------------------------------------------------------------------------------------------------------------
+ * Observation.
+ * ------------------------------------------------------------------------------------------------------------------ */
+/* Blocks until all work of this workspace is done; returns its first error, if any, once. mok_poll: the same, or MOK_NOT_READY. */
+MOK_API mok_status mok_wait(mok_workspace *workspace);
+MOK_API mok_status mok_poll(mok_workspace *workspace);
+
+/* Counted while the passes run; they only ever grow. Blocks until the work is done. */
+typedef struct mok_stats {
+    uint32_t struct_size, api_version;
+    int64_t schedules, forwards, recomputes, backwards;
+    int64_t rows;             /* table rows dispatched, padding excluded (pulled + copied) */
+    int64_t rows_pulled;      /* from a rank's heap, this rank's own included */
+    int64_t rows_pulled_peer; /* of these, from another rank */
+    int64_t rows_copied;      /* from an earlier row of the same token */
+    int64_t rows_replayed;    /* whose gate/up were computed again in a backward */
+    int64_t rows_padding;     /* computed, but of no token */
+    int64_t ring_rotations;   /* whole turns of the ring, all passes added */
+    int64_t wgrad_continued;  /* weight-gradient pieces that went on from a partial sum */
+    int64_t bytes_pulled_peer, bytes_pushed_peer; /* over the link */
+} mok_stats;
+MOK_API mok_status mok_get_stats(mok_workspace *workspace, mok_stats *out);
+
+/* What the schedule says the passes will do on this rank, exactly (its memory must be complete: call mok_wait first on cuda). */
+typedef struct mok_schedule_info {
+    uint32_t struct_size, api_version;
+    int64_t tokens_global;    /* N */
+    int64_t rows;             /* of this rank, padding excluded */
+    int64_t table_rows;       /* padding included */
+    int64_t rows_copied_fwd, rows_copied_bwd; /* the others are pulled */
+    int64_t rows_pulled_peer_fwd, rows_pulled_peer_bwd;
+    int64_t wgrad_pieces, wgrad_continued;
+    int64_t bytes_pulled_peer_fwd, bytes_pushed_peer_fwd; /* of one forward */
+    int64_t bytes_pulled_peer_bwd, bytes_pushed_peer_bwd; /* of one backward (MOK_BACKWARD_ALL) */
+} mok_schedule_info;
+MOK_API mok_status mok_schedule_query(mok_workspace *workspace, const void *schedule, mok_schedule_info *out);
+
+/* What this library can run here. */
+typedef struct mok_backend_info {
+    uint32_t struct_size, api_version;
+    mok_backend_id id;
+    char name[32];
+    bool usable;
+    char detail[480]; /* what it found, or why it is not usable */
+    int32_t num_devices;
+} mok_backend_info;
+/* index 0, 1, …; MOK_E_ARG past the last. */
+MOK_API mok_status mok_backend_query(int32_t index, mok_backend_info *out);
+
+#ifdef __cplusplus
+}
+#endif
+#endif /* MOK_H */

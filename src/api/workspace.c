@@ -1,0 +1,143 @@
+/* Workspaces: collective creation, in which every rank sees every rank's configuration or complaint before anyone decides. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "backend/backend.h"
+#include "base/error.h"
+
+/* What ranks exchange before anything is allocated. */
+typedef struct announcement {
+    int32_t status;
+    mok_config config;
+    char sentence[MK_ERROR_BYTES];
+} announcement;
+
+static void announce(announcement *a, mok_status status, const mok_config *config)
+{
+    memset(a, 0, sizeof *a);
+    a->status = status;
+    if (status == MOK_OK)
+        a->config = *config;
+    else
+        memcpy(a->sentence, mok_last_error(), sizeof a->sentence);
+}
+
+/* The same verdict on every rank: the first complaint, else the first difference to rank 0. */
+static mok_status judge(const announcement *all, int32_t num_ranks)
+{
+    double ours, theirs;
+    for (int32_t r = 0; r < num_ranks; r++)
+        if (all[r].status != MOK_OK)
+            return num_ranks == 1 ? mk_fail(all[r].status, "%s", all[r].sentence) : mk_fail(all[r].status, "rank %d: %.480s", r, all[r].sentence);
+    for (int32_t r = 1; r < num_ranks; r++) {
+        const char *field = mk_config_difference(&all[0].config, &all[r].config, &ours, &theirs);
+        if (field)
+            return mk_fail(MOK_E_MISMATCH, "%s is %.9g on rank 0, but %.9g on rank %d: it must be the same on all ranks of a group", field, ours, theirs, r);
+    }
+    return MOK_OK;
+}
+
+static mok_status exchange_verdict(mok_group *group, mok_status status, const mok_config *config, int64_t timeout_ms)
+{
+    announcement mine, *all = malloc(sizeof *all * (size_t)group->size);
+    announcement fallback;
+    if (!all && group->size > 1)
+        return mk_fail(MOK_E_MEMORY, "no memory to compare the configurations of %d ranks", group->size);
+    announce(&mine, status, config);
+    if (group->size == 1) {
+        fallback = mine;
+        status = judge(&fallback, 1);
+    } else {
+        status = group->transport->all_gather(group, &mine, all, sizeof mine, timeout_ms);
+        if (status == MOK_OK)
+            status = judge(all, group->size);
+    }
+    free(all);
+    return status;
+}
+
+static void release(mok_workspace *w)
+{
+    if (w->state)
+        w->backend->close(w);
+    if (w->heap)
+        w->group->transport->heap_free(w->group, w->heap);
+    free(w->local);
+    free(w->heaps);
+    free(w);
+}
+
+static mok_status resolve(mok_group *group, const mok_config *cfg, mok_workspace *w)
+{
+    MK_TRY(mk_read_struct("mok_config", cfg, &w->config, sizeof w->config));
+    MK_TRY(mk_backend_choose(group, w->config.backend, &w->backend));
+    w->config.backend = w->backend->id;
+    mk_machine machine = mk_default_machine(w->config.backend);
+    MK_TRY(mk_resolve(&w->config, group->size, group->rank, machine, &w->dims));
+    mk_memory_map(&w->dims, &w->memory, NULL);
+    mk_fill_plan(&w->config, &w->dims, &w->memory, machine, &w->plan);
+    w->fingerprint = mk_config_fingerprint(&w->config, group->size);
+    return MOK_OK;
+}
+
+static mok_status allocate(mok_workspace *w)
+{
+    void *local = NULL;
+    w->heaps = calloc((size_t)w->group->size, sizeof *w->heaps);
+    if (!w->heaps || posix_memalign(&local, 4096, (size_t)mk_max(w->memory.local_bytes, 1)))
+        return mk_fail(MOK_E_MEMORY, "no memory for a workspace of %lld bytes (heap %lld, local %lld)",
+                       (long long)(w->memory.heap_bytes + w->memory.local_bytes), (long long)w->memory.heap_bytes, (long long)w->memory.local_bytes);
+    w->local = local;
+    return MOK_OK;
+}
+
+mok_status mok_workspace_create(mok_group *group, const mok_config *cfg, mok_workspace **workspace)
+{
+    if (!group || !workspace)
+        return mk_fail(MOK_E_ARG, "%s is NULL", group ? "workspace" : "group");
+    mok_workspace *w = calloc(1, sizeof *w);
+    if (!w)
+        return mk_fail(MOK_E_MEMORY, "no memory for a workspace handle");
+    w->group = group;
+    /* From here on a failure is told to the others, so that all ranks get the same sentence and nobody waits. */
+    mok_status status = resolve(group, cfg, w);
+    int64_t timeout_ms = w->config.timeout_ms > 0 ? w->config.timeout_ms : 600000;
+    if (status == MOK_OK)
+        status = allocate(w);
+    MK_TRY_GOTO(exchange_verdict(group, status, &w->config, timeout_ms), fail);
+    MK_TRY_GOTO(group->transport->heap_alloc(group, (size_t)w->memory.heap_bytes, (void **)w->heaps, timeout_ms), fail);
+    w->heap = w->heaps[group->rank];
+    MK_TRY_GOTO(exchange_verdict(group, w->backend->open(w), &w->config, timeout_ms), fail);
+    *workspace = w;
+    return MOK_OK;
+fail:
+    release(w);
+    return status;
+}
+
+void mok_workspace_destroy(mok_workspace *w)
+{
+    if (!w)
+        return;
+    w->backend->wait(w, true);
+    /* Peers may still read this heap. A rank that stays away has been waited for long enough; then the heap goes anyway. */
+    char mine = 0, *all = malloc((size_t)w->group->size);
+    if (all && !w->broken)
+        (void)w->group->transport->all_gather(w->group, &mine, all, 1, w->config.timeout_ms);
+    free(all);
+    release(w);
+}
+
+mok_status mok_workspace_config(const mok_workspace *w, mok_config *out)
+{
+    if (!w)
+        return mk_fail(MOK_E_ARG, "workspace is NULL");
+    return mk_write_struct("mok_config", &w->config, sizeof w->config, out);
+}
+
+mok_status mok_workspace_plan(const mok_workspace *w, mok_plan *out)
+{
+    if (!w)
+        return mk_fail(MOK_E_ARG, "workspace is NULL");
+    return mk_write_struct("mok_plan", &w->plan, sizeof w->plan, out);
+}

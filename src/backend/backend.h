@@ -1,0 +1,76 @@
+/* The one table that a backend fills. Only src/api calls it; every slot is required. */
+#ifndef MK_BACKEND_H
+#define MK_BACKEND_H
+
+#include "layout/config.h"
+#include "layout/memory.h"
+#include "mok.h"
+#include "peer/group.h"
+
+typedef enum mk_operation { MK_OP_SCHEDULE = 1, MK_OP_FORWARD, MK_OP_RECOMPUTE, MK_OP_BACKWARD } mk_operation;
+
+/* One collective call, its arguments checked. The member that belongs to the operation is filled (recompute: forward). */
+typedef struct mk_call {
+    mk_operation operation;
+    uint64_t layer;
+    int64_t num_tokens;
+    mok_schedule_args schedule;
+    mok_forward_args forward;
+    mok_backward_args backward;
+} mk_call;
+
+typedef struct mk_backend {
+    const char *name;
+    mok_backend_id id;
+    /* Fills usable, detail, num_devices. */
+    void (*probe)(mok_backend_info *info);
+    /* After the group agreed on the configuration and the heaps exist: the backend's own part of a workspace. */
+    mok_status (*open)(mok_workspace *w);
+    void (*close)(mok_workspace *w);
+    /* What the host can see of schedule and context memory and of pointer tables, before the call is announced to others. */
+    mok_status (*check)(mok_workspace *w, const mk_call *call);
+    /* Runs the call on the stream. */
+    mok_status (*run)(mok_workspace *w, const mk_call *call, void *stream);
+    /* Tells the other ranks that this rank refuses its call, with the thread's sentence. Does not wait for them. */
+    void (*refuse)(mok_workspace *w, mk_operation operation, uint64_t layer, mok_status status);
+    /* Blocks if `block`, else may answer MOK_NOT_READY. */
+    mok_status (*wait)(mok_workspace *w, bool block);
+    /* Copies the head of schedule memory to the host. */
+    mok_status (*schedule_head)(mok_workspace *w, const void *schedule, mk_schedule_head *head);
+} mk_backend;
+
+struct mok_workspace {
+    mok_group *group;
+    const mk_backend *backend;
+    mok_config config;          /* resolved */
+    mk_dims dims;
+    mk_memory memory;
+    mok_plan plan;
+    uint64_t fingerprint;
+    char **heaps;               /* [P] as this rank addresses them */
+    char *heap;                 /* heaps[rank] */
+    char *local;
+    uint64_t calls;             /* collective calls so far; the same on all ranks */
+    uint64_t schedules;         /* mok_schedule calls so far */
+    uint64_t epoch;             /* barriers so far */
+    uint64_t call_epoch;        /* epoch of the last call's first barrier */
+    bool broken;                /* a wait ran out: the ranks are no longer in step */
+    mok_stats stats;
+    void *state;                /* the backend's */
+};
+
+static inline const char *mk_operation_name(mk_operation operation)
+{
+    static const char *const names[] = {"no call", "schedule", "forward", "recompute", "backward"};
+    return operation >= 0 && operation <= MK_OP_BACKWARD ? names[operation] : "unknown call";
+}
+
+/* registry.c */
+int32_t mk_backend_count(void);
+const mk_backend *mk_backend_at(int32_t index);
+/* The backend for a group and a wish; the sentence says why there is none. */
+mok_status mk_backend_choose(const mok_group *group, mok_backend_id wish, const mk_backend **backend);
+
+extern const mk_backend mk_backend_cpu; /* cpu/cpu.c */
+
+#endif

@@ -1,0 +1,278 @@
+#include "layout/config.h"
+
+#include <string.h>
+
+#include "base/error.h"
+
+enum { MAX_TOPK = 64, MAX_RANKS = 4096 };
+static const int64_t max_width = 1 << 20, max_experts = 1 << 20, max_rows = INT32_MAX - MK_ROW_TILE;
+
+mk_machine mk_default_machine(mok_backend_id backend)
+{
+    if (backend == MOK_BACKEND_CPU)
+        return (mk_machine){0, MK_ROW_TILE, 256};
+    return (mk_machine){132, MK_ROW_TILE, 256};
+}
+
+typedef struct { uint32_t struct_size, api_version; } struct_head;
+
+mok_status mk_read_struct(const char *what, const void *from, void *to, uint32_t have)
+{
+    if (!from)
+        return mk_fail(MOK_E_ARG, "%s is NULL", what);
+    struct_head head;
+    memcpy(&head, from, sizeof head);
+    if (head.struct_size < sizeof head || head.struct_size > 1 << 16)
+        return mk_fail(MOK_E_ARG, "%s.struct_size is %u: set it to sizeof(%s), as MOK_INIT does", what, head.struct_size, what);
+    if (head.api_version < 1 || head.api_version > MOK_API_VERSION)
+        return mk_fail(MOK_E_ARG, "%s.api_version is %u: this library knows versions 1 to %u", what, head.api_version, MOK_API_VERSION);
+    for (uint32_t i = have; i < head.struct_size; i++)
+        if (((const unsigned char *)from)[i])
+            return mk_fail(MOK_E_UNSUPPORTED, "%s has %u bytes with something in byte %u; this library knows %u", what, head.struct_size, i, have);
+    memset(to, 0, have);
+    memcpy(to, from, head.struct_size < have ? head.struct_size : have);
+    ((struct_head *)to)->struct_size = have;
+    return MOK_OK;
+}
+
+mok_status mk_write_struct(const char *what, const void *from, uint32_t have, void *to)
+{
+    struct_head head;
+    if (!to)
+        return mk_fail(MOK_E_ARG, "%s is NULL", what);
+    memcpy(&head, to, sizeof head);
+    if (head.struct_size < sizeof head || head.struct_size > 1 << 16)
+        return mk_fail(MOK_E_ARG, "%s.struct_size is %u: set it to sizeof(%s), as MOK_INIT does", what, head.struct_size, what);
+    uint32_t common = head.struct_size < have ? head.struct_size : have;
+    memcpy((char *)to + sizeof head, (const char *)from + sizeof head, common - sizeof head);
+    return MOK_OK;
+}
+
+static mok_status check_range(const char *name, int64_t value, int64_t low, int64_t high)
+{
+    if (value < low || value > high)
+        return mk_fail(MOK_E_ARG, "%s is %lld: it must be from %lld to %lld", name, (long long)value, (long long)low, (long long)high);
+    return MOK_OK;
+}
+
+static mok_status check_width(const char *name, int64_t value, int64_t low)
+{
+    MK_TRY(check_range(name, value, low, max_width));
+    if (value % MK_WIDTH_UNIT)
+        return mk_fail(MOK_E_SHAPE, "%s is %lld: it must be a multiple of %d", name, (long long)value, MK_WIDTH_UNIT);
+    return MOK_OK;
+}
+
+static mok_status check_shape(const mok_config *c, int32_t num_ranks)
+{
+    MK_TRY(check_range("num_ranks", num_ranks, 1, MAX_RANKS));
+    MK_TRY(check_width("hidden", c->hidden, MK_WIDTH_UNIT));
+    MK_TRY(check_width("intermediate", c->intermediate, MK_WIDTH_UNIT));
+    MK_TRY(check_width("shared_intermediate", c->shared_intermediate, 0));
+    MK_TRY(check_range("num_experts", c->num_experts, 1, max_experts));
+    MK_TRY(check_range("topk", c->topk, 1, MAX_TOPK));
+    MK_TRY(check_range("max_tokens", c->max_tokens, 1, max_rows));
+    if (c->topk > c->num_experts)
+        return mk_fail(MOK_E_SHAPE, "topk %lld is larger than num_experts %lld", (long long)c->topk, (long long)c->num_experts);
+    int64_t rows = c->max_tokens * num_ranks; /* below 2^31 * 2^12 */
+    if (rows > max_rows / c->topk)
+        return mk_fail(MOK_E_SHAPE, "max_tokens %lld x %d ranks x topk %lld is %lld routes: at most %lld fit a row table", (long long)c->max_tokens,
+                       num_ranks, (long long)c->topk, (long long)(rows * c->topk), (long long)max_rows);
+    return MOK_OK;
+}
+
+static mok_status check_options(const mok_config *c)
+{
+    MK_TRY(check_range("dtype", c->dtype, MOK_DTYPE_AUTO, MOK_MXFP8));
+    MK_TRY(check_range("router_dtype", c->router_dtype, MOK_DTYPE_AUTO, MOK_FP32));
+    MK_TRY(check_range("activation", c->activation, MOK_ACT_SWIGLU, MOK_ACT_GPT_OSS));
+    MK_TRY(check_range("gate_up", c->gate_up, MOK_GATE_UP_SEPARATE, MOK_GATE_UP_INTERLEAVED));
+    MK_TRY(check_range("weight_layout", c->weight_layout, MOK_WEIGHT_NK, MOK_WEIGHT_KN));
+    MK_TRY(check_range("save", c->save, MOK_SAVE_AUTO, MOK_SAVE_ROWS));
+    MK_TRY(check_range("save_rows", c->save_rows, 0, max_rows));
+    MK_TRY(check_range("ring_rows", c->ring_rows, 0, max_rows));
+    MK_TRY(check_range("minibatch_rows", c->minibatch_rows, 0, max_rows));
+    MK_TRY(check_range("minibatch_rows_bwd", c->minibatch_rows_bwd, 0, max_rows));
+    MK_TRY(check_range("backend", c->backend, MOK_BACKEND_AUTO, MOK_BACKEND_CUDA));
+    MK_TRY(check_range("comm_sms", c->comm_sms, 0, 1024));
+    MK_TRY(check_range("comm_sms_bwd", c->comm_sms_bwd, 0, 1024));
+    MK_TRY(check_range("reserve_sms", c->reserve_sms, 0, 1024));
+    MK_TRY(check_range("cpu_threads", c->cpu_threads, 0, 1024));
+    MK_TRY(check_range("timeout_ms", c->timeout_ms, 0, (int64_t)1000 * 3600 * 24 * 30));
+    if (!(c->swiglu_limit >= 0) || c->swiglu_limit > 3e38f)
+        return mk_fail(MOK_E_ARG, "swiglu_limit is %g: it must be 0 (no limit) or a positive number", (double)c->swiglu_limit);
+    if (c->shared_gate && !c->shared_intermediate)
+        return mk_fail(MOK_E_SHAPE, "shared_gate is set, but shared_intermediate is 0: there is no shared expert to scale");
+    if (c->save_rows && c->save != MOK_SAVE_ROWS)
+        return mk_fail(MOK_E_ARG, "save_rows is %lld, but save is not MOK_SAVE_ROWS", (long long)c->save_rows);
+    if (c->dtype == MOK_FP32)
+        return mk_fail(MOK_E_ARG, "dtype is MOK_FP32: a layer computes in MOK_BF16 or MOK_MXFP8");
+    if (c->dtype == MOK_MXFP8)
+        return mk_fail(MOK_E_UNSUPPORTED, "dtype MOK_MXFP8 is not implemented yet: use MOK_BF16");
+    if (c->activation != MOK_ACT_SWIGLU)
+        return mk_fail(MOK_E_UNSUPPORTED, "activation %d is not implemented yet: use MOK_ACT_SWIGLU", (int)c->activation);
+    if (c->expert_bias)
+        return mk_fail(MOK_E_UNSUPPORTED, "expert_bias is not implemented yet: experts have no biases");
+    if (c->save_x)
+        return mk_fail(MOK_E_UNSUPPORTED, "save_x is not implemented yet: the backward pulls x again");
+    if (c->routed_hidden && c->routed_hidden != c->hidden)
+        return mk_fail(MOK_E_UNSUPPORTED, "routed_hidden is %lld: a routed width other than hidden (%lld) is not implemented yet",
+                       (long long)c->routed_hidden, (long long)c->hidden);
+    return MOK_OK;
+}
+
+double mk_two_wave_rows(const mok_config *c, mk_machine machine, bool backward, int64_t *narrowest)
+{
+    *narrowest = backward ? mk_min(c->intermediate, c->hidden) : mk_min(2 * c->intermediate, c->hidden);
+    return 2.0 * machine.num_sms * machine.tile_rows * machine.tile_cols / (double)*narrowest;
+}
+
+/* Chosen minibatch: the two-wave bound, in whole clusters of rows, but no more than the ring or the worst table can use. */
+static int64_t choose_minibatch(const mok_config *c, mk_machine machine, bool backward, int64_t capacity_rows)
+{
+    int64_t narrowest, rows = MK_CLUSTER_ROWS;
+    if (machine.num_sms)
+        rows = mk_round_up(mk_max((int64_t)mk_two_wave_rows(c, machine, backward, &narrowest), 1), MK_CLUSTER_ROWS);
+    rows = mk_min(rows, mk_round_up(mk_max(capacity_rows, 1), MK_CLUSTER_ROWS));
+    if (c->ring_rows) /* half of the ring, which may be a single tile */
+        rows = mk_min(rows, mk_max(c->ring_rows / 2 / MK_ROW_TILE, 1) * MK_ROW_TILE);
+    return rows;
+}
+
+static int64_t expected_rows(const mok_config *c, int32_t num_ranks, int64_t experts_count)
+{
+    return mk_ceil_div(c->max_tokens * num_ranks * c->topk * experts_count, c->num_experts);
+}
+
+/* The most experts a rank has: ring and capacity choices must come out the same on all ranks. */
+static int64_t most_experts(const mok_config *c, int32_t num_ranks) { return mk_ceil_div(c->num_experts, num_ranks); }
+
+static mok_status resolve_schedule(mok_config *c, int32_t num_ranks, mk_machine machine)
+{
+    int64_t most = most_experts(c, num_ranks);
+    int64_t capacity = (c->max_tokens * num_ranks * c->topk + most * (MK_ROW_TILE - 1)) / MK_ROW_TILE * MK_ROW_TILE;
+    c->ring_rows = mk_round_up(c->ring_rows, MK_ROW_TILE);
+    if (!c->minibatch_rows)
+        c->minibatch_rows = choose_minibatch(c, machine, false, capacity);
+    if (!c->minibatch_rows_bwd)
+        c->minibatch_rows_bwd = choose_minibatch(c, machine, true, capacity);
+    c->minibatch_rows = mk_round_up(c->minibatch_rows, MK_ROW_TILE);
+    c->minibatch_rows_bwd = mk_round_up(c->minibatch_rows_bwd, MK_ROW_TILE);
+    int64_t smallest = 2 * mk_max(c->minibatch_rows, c->minibatch_rows_bwd);
+    if (!c->ring_rows) {
+        int64_t balanced = mk_round_up(expected_rows(c, num_ranks, most) + most * (MK_ROW_TILE / 2), MK_ROW_TILE);
+        c->ring_rows = mk_max(mk_min(balanced, capacity), smallest);
+    }
+    if (c->ring_rows < smallest)
+        return mk_fail(MOK_E_SHAPE, "ring_rows %lld is smaller than two minibatches (%lld rows forward, %lld backward): it must be at least %lld",
+                       (long long)c->ring_rows, (long long)c->minibatch_rows, (long long)c->minibatch_rows_bwd, (long long)smallest);
+    if (c->save == MOK_SAVE_AUTO)
+        c->save = MOK_SAVE_RING;
+    switch (c->save) {
+    case MOK_SAVE_NONE: c->save_rows = 0; break;
+    case MOK_SAVE_RING: c->save_rows = mk_min(c->ring_rows, capacity); break;
+    case MOK_SAVE_ALL: c->save_rows = capacity; break;
+    default: c->save_rows = mk_min(mk_round_up(c->save_rows, MK_ROW_TILE), capacity); break;
+    }
+    return MOK_OK;
+}
+
+mok_status mk_resolve(mok_config *c, int32_t num_ranks, int32_t rank, mk_machine machine, mk_dims *d)
+{
+    MK_TRY(check_shape(c, num_ranks));
+    MK_TRY(check_options(c));
+    MK_TRY(check_range("rank", rank, 0, num_ranks - 1));
+    if (c->dtype == MOK_DTYPE_AUTO)
+        c->dtype = MOK_BF16;
+    if (c->router_dtype == MOK_DTYPE_AUTO)
+        c->router_dtype = MOK_FP32;
+    if (!c->routed_hidden)
+        c->routed_hidden = c->hidden;
+    if (!c->timeout_ms)
+        c->timeout_ms = 600000;
+    MK_TRY(resolve_schedule(c, num_ranks, machine));
+
+    memset(d, 0, sizeof *d);
+    d->hidden = c->hidden;
+    d->intermediate = c->intermediate;
+    d->shared_intermediate = c->shared_intermediate;
+    d->num_experts = c->num_experts;
+    d->topk = c->topk;
+    d->max_tokens = c->max_tokens;
+    d->num_ranks = num_ranks;
+    d->rank = rank;
+    d->experts_first = mk_expert_first(c->num_experts, num_ranks, rank);
+    d->experts_count = mk_expert_first(c->num_experts, num_ranks, rank + 1) - d->experts_first;
+    d->ring_tiles = c->ring_rows / MK_ROW_TILE;
+    d->mb_tiles_fwd = c->minibatch_rows / MK_ROW_TILE;
+    d->mb_tiles_bwd = c->minibatch_rows_bwd / MK_ROW_TILE;
+    if (d->experts_count)
+        d->capacity_tiles = (c->max_tokens * num_ranks * c->topk + d->experts_count * (MK_ROW_TILE - 1)) / MK_ROW_TILE;
+    d->saved_tiles = c->save == MOK_SAVE_ALL ? d->capacity_tiles : mk_min(c->save_rows / MK_ROW_TILE, d->capacity_tiles);
+    return MOK_OK;
+}
+
+void mk_fill_plan(const mok_config *c, const mk_dims *d, const mk_memory *memory, mk_machine machine, mok_plan *plan)
+{
+    plan->experts_first = d->experts_first;
+    plan->experts_count = d->experts_count;
+    plan->balanced_rows = expected_rows(c, d->num_ranks, d->experts_count);
+    plan->capacity_rows = d->capacity_tiles * MK_ROW_TILE;
+    plan->row_tile = MK_ROW_TILE;
+    plan->ring_rows = c->ring_rows;
+    plan->saved_rows = d->saved_tiles * MK_ROW_TILE;
+    plan->smallest_ring_rows = 2 * mk_max(c->minibatch_rows, c->minibatch_rows_bwd);
+    plan->heap_bytes = memory->heap_bytes;
+    plan->local_bytes = memory->local_bytes;
+    plan->schedule_bytes = memory->schedule_bytes;
+    plan->context_bytes = memory->context_bytes;
+
+    double rows = (double)plan->balanced_rows, row_bytes = 2.0 * (double)c->hidden;
+    double away = (double)(d->num_ranks - 1) / d->num_ranks, own_routes = (double)(c->max_tokens * c->topk);
+    double gemm = 2.0 * (double)c->hidden * (double)c->intermediate; /* flops of a row in one [H, I] matrix */
+    double shared = 2.0 * (double)c->max_tokens * (double)c->hidden * (double)c->shared_intermediate;
+    double unsaved = mk_max(plan->balanced_rows - plan->saved_rows, 0);
+    plan->forward.minibatch_rows = c->minibatch_rows;
+    plan->forward.two_wave_rows = mk_two_wave_rows(c, machine, false, &plan->forward.narrowest_gemm);
+    plan->forward.flops = 3 * (rows * gemm + shared);
+    plan->forward.link_bytes_in = plan->forward.link_bytes_out = (rows + own_routes) * away * row_bytes; /* x and y */
+    plan->backward.minibatch_rows = c->minibatch_rows_bwd;
+    plan->backward.two_wave_rows = mk_two_wave_rows(c, machine, true, &plan->backward.narrowest_gemm);
+    plan->backward.flops = 6 * (rows * gemm + shared) + 2 * unsaved * gemm + (d->saved_tiles ? 0 : 2 * shared);
+    plan->backward.link_bytes_in = (2 * rows + own_routes) * away * row_bytes; /* x and dout come, dx comes back */
+    plan->backward.link_bytes_out = (rows + 2 * own_routes) * away * row_bytes;
+}
+
+/* The fields that must agree over the ranks: one list for the comparison, its sentence and the fingerprint. */
+#define SAME_FIELDS(X)                                                                                                   \
+    X(hidden) X(intermediate) X(shared_intermediate) X(routed_hidden) X(num_experts) X(topk) X(max_tokens) X(dtype)       \
+    X(router_dtype) X(activation) X(swiglu_limit) X(gate_up) X(weight_layout) X(shared_gate) X(expert_bias) X(ring_rows) \
+    X(minibatch_rows) X(minibatch_rows_bwd) X(save) X(save_rows) X(save_x) X(comm_sms) X(comm_sms_bwd) X(backend)
+
+const char *mk_config_difference(const mok_config *a, const mok_config *b, double *value_a, double *value_b)
+{
+#define COMPARE(field)                     \
+    if (a->field != b->field) {            \
+        *value_a = (double)a->field;       \
+        *value_b = (double)b->field;       \
+        return #field;                     \
+    }
+    SAME_FIELDS(COMPARE)
+#undef COMPARE
+    return NULL;
+}
+
+uint64_t mk_config_fingerprint(const mok_config *c, int32_t num_ranks)
+{
+    uint64_t hash = 0xcbf29ce484222325ull ^ (uint64_t)num_ranks;
+    double value;
+    uint64_t bits;
+#define MIX(field)                                \
+    value = (double)c->field;                     \
+    memcpy(&bits, &value, sizeof bits);           \
+    hash = (hash ^ bits) * 0x100000001b3ull;      \
+    hash ^= hash >> 29;
+    SAME_FIELDS(MIX)
+#undef MIX
+    return hash;
+}

@@ -1,0 +1,108 @@
+/* The memory map: every buffer of a rank, once. Offsets are computed by mk_memory_map (layout/memory.c) and used by the
+ * plan, the CPU backend, the CUDA host code and, passed by value, by the kernels.
+ *
+ *   MOK_MEM_HEAP      symmetric: the same offsets on every rank; peers read (x, dout, weights, ids) or write (slots, epochs)
+ *   MOK_MEM_LOCAL     ring, scratch and counters; nothing in it lives from one call to the next but the sequence numbers
+ *   MOK_MEM_SCHEDULE  the caller's, one per routing: row table
+ *   MOK_MEM_CONTEXT   the caller's, one per forward: saved gate/up
+ *
+ * X(kind, name, element bytes, elements)   elements may use d (const mk_dims *) */
+#ifndef MK_LAYOUT_MEMORY_H
+#define MK_LAYOUT_MEMORY_H
+
+#include "layout/counters.h"
+#include "layout/dims.h"
+#include "layout/table.h"
+#include "mok.h"
+
+enum { MK_BUFFER_ALIGN = 256, MK_EPOCH_BYTES = 128, MK_CALL_PARITIES = 2 };
+
+/* What a rank tells the others about its call, at the call's first barrier. Double-buffered by the call's parity. */
+typedef struct mk_call_head {
+    uint64_t sequence;       /* calls of this workspace so far */
+    uint64_t fingerprint;    /* of operation, layer, schedule number, configuration */
+    uint64_t layer;
+    uint64_t schedule_number;
+    int64_t num_tokens;
+    int32_t operation;       /* mk_operation */
+    int32_t parts;           /* mok_backward_parts */
+    int32_t status;          /* MOK_OK, or why this rank refuses */
+    char sentence[460];
+} mk_call_head;
+
+#define MK_TILE_ROWS(d) ((d)->capacity_tiles * MK_ROW_TILE)
+#define MK_RING_ROWS(d) ((d)->ring_tiles * MK_ROW_TILE)
+#define MK_SLOTS(d) ((d)->max_tokens * (d)->topk)
+#define MK_MAX_PIECES(d) ((d)->experts_count + mk_ceil_div((d)->capacity_tiles, (d)->mb_tiles_bwd))
+#define MK_SHARED_ROWS(d) ((d)->shared_intermediate ? (d)->max_tokens : 0)
+#define MK_SHARED_TILES(d) mk_ceil_div(MK_SHARED_ROWS(d), MK_ROW_TILE)
+
+#define MK_BUFFER_LIST(X)                                                                                                   \
+    X(HEAP, epochs, MK_EPOCH_BYTES, (d)->num_ranks)              /* [P] words of 64 bits, 128 bytes apart: peer r's barriers */ \
+    X(HEAP, call_heads, sizeof(mk_call_head), MK_CALL_PARITIES)                                                             \
+    X(HEAP, expert_ids, 4, MK_CALL_PARITIES * MK_SLOTS(d))       /* [2, T, K] int32 */                                      \
+    X(HEAP, router_weights, 4, MK_SLOTS(d))                      /* [T, K] fp32 */                                          \
+    X(HEAP, x, 2, (d)->max_tokens * (d)->hidden)                 /* [T, H] bf16 */                                          \
+    X(HEAP, dout, 2, (d)->max_tokens * (d)->hidden)              /* [T, H] bf16 */                                          \
+    X(HEAP, slots, 2, MK_SLOTS(d) * (d)->hidden)                 /* [T, K, H] bf16: y in the forward, dx in the backward */ \
+    X(HEAP, dweight_slots, 4, MK_SLOTS(d))                       /* [T, K] fp32 */                                          \
+    X(LOCAL, ring_x, 2, MK_RING_ROWS(d) * (d)->hidden)           /* [ring, H] bf16 */                                       \
+    X(LOCAL, ring_dout, 2, MK_RING_ROWS(d) * (d)->hidden)        /* [ring, H] bf16 */                                       \
+    X(LOCAL, ring_gate, 2, MK_RING_ROWS(d) * (d)->intermediate)  /* [ring, I] bf16: replayed gate, then dgate */            \
+    X(LOCAL, ring_up, 2, MK_RING_ROWS(d) * (d)->intermediate)    /* [ring, I] bf16: replayed up, then dup */                \
+    X(LOCAL, ring_h, 2, MK_RING_ROWS(d) * (d)->intermediate)     /* [ring, I] bf16: h; w h in the backward */               \
+    X(LOCAL, ring_weight, 4, MK_RING_ROWS(d))                    /* [ring] fp32: router weight of the row */                \
+    X(LOCAL, ring_dweight, 4, MK_RING_ROWS(d) * ((d)->intermediate / MK_DW_GROUP)) /* [ring, I/64] fp32 partial sums */     \
+    X(LOCAL, shared_gate, 2, MK_SHARED_ROWS(d) * (d)->shared_intermediate)  /* [T, Is] bf16: gate, then dgate */            \
+    X(LOCAL, shared_up, 2, MK_SHARED_ROWS(d) * (d)->shared_intermediate)    /* [T, Is] bf16: up, then dup */                \
+    X(LOCAL, shared_h, 2, MK_SHARED_ROWS(d) * (d)->shared_intermediate)     /* [T, Is] bf16: h; s h in the backward */      \
+    X(LOCAL, shared_y, 2, MK_SHARED_ROWS(d) * (d)->hidden)                  /* [T, H] bf16: y_s; its dx in the backward */  \
+    X(LOCAL, shared_scale, 4, MK_SHARED_ROWS(d))                            /* [T] fp32: s */                               \
+    X(LOCAL, shared_dpartial, 4, MK_SHARED_ROWS(d) * ((d)->shared_intermediate / MK_DW_GROUP)) /* [T, Is/64] fp32 */        \
+    X(LOCAL, wgrad_partial, 4, 3 * (d)->hidden * (d)->intermediate)         /* fp32 sums of the one expert that is cut */   \
+    X(LOCAL, counters, 4, MK_NUM_TILE_COUNTERS * (d)->capacity_tiles + MK_MAX_PIECES(d) +                                   \
+                          MK_NUM_SHARED_COUNTERS * MK_SHARED_TILES(d))      /* layout/counters.h, in its order */           \
+    X(LOCAL, token_last_row, 4, (d)->max_tokens * (d)->num_ranks)           /* [N] int32: s0's search for rows to copy */   \
+    X(LOCAL, expert_cursor, 8, (d)->experts_count)                          /* [El] int64: s0 */                            \
+    X(SCHEDULE, schedule_head, sizeof(mk_schedule_head), 1)                                                                 \
+    X(SCHEDULE, token_first, 8, (d)->num_ranks + 1)              /* [P+1] int64: global id of each rank's first token */    \
+    X(SCHEDULE, own_ids, 4, MK_SLOTS(d))                         /* [T, K] int32: this rank's routes, for the reduce */     \
+    X(SCHEDULE, segment_tile, 4, (d)->experts_count + 1)         /* [El+1] int32: first tile of each segment */             \
+    X(SCHEDULE, segment_rows, 4, (d)->experts_count)             /* [El] int32: valid rows */                               \
+    X(SCHEDULE, rows, sizeof(mk_row), MK_TILE_ROWS(d))           /* the row table */                                        \
+    X(SCHEDULE, copies_out_fwd, 4, (d)->capacity_tiles)          /* [tiles] int32: rows elsewhere copied from this tile */  \
+    X(SCHEDULE, copies_out_bwd, 4, (d)->capacity_tiles)                                                                     \
+    X(SCHEDULE, piece_of_tile, 4, (d)->capacity_tiles)           /* [tiles] int32: weight-gradient piece */                 \
+    X(SCHEDULE, pieces, sizeof(mk_piece), MK_MAX_PIECES(d))                                                                 \
+    X(SCHEDULE, piece_first, 4, mk_ceil_div((d)->capacity_tiles, (d)->mb_tiles_bwd) + 1) /* first piece of each minibatch */ \
+    X(CONTEXT, context_head, sizeof(mk_context_head), 1)                                                                    \
+    X(CONTEXT, saved_gate, 2, (d)->saved_tiles * MK_ROW_TILE * (d)->intermediate) /* [C, I] bf16 */                         \
+    X(CONTEXT, saved_up, 2, (d)->saved_tiles * MK_ROW_TILE * (d)->intermediate)   /* [C, I] bf16 */                         \
+    X(CONTEXT, saved_shared_gate, 2, (d)->saved_tiles ? MK_SHARED_ROWS(d) * (d)->shared_intermediate : 0) /* [T, Is] */     \
+    X(CONTEXT, saved_shared_up, 2, (d)->saved_tiles ? MK_SHARED_ROWS(d) * (d)->shared_intermediate : 0)   /* [T, Is] */
+
+/* Byte offset of each buffer inside its memory kind. */
+typedef struct mk_memory {
+#define MK_BUFFER_FIELD(kind, name, bytes, count) int64_t name;
+    MK_BUFFER_LIST(MK_BUFFER_FIELD)
+#undef MK_BUFFER_FIELD
+    int64_t heap_bytes, local_bytes, schedule_bytes, context_bytes;
+} mk_memory;
+
+enum {
+#define MK_BUFFER_COUNT(kind, name, bytes, count) MK_BUFFER_##name,
+    MK_BUFFER_LIST(MK_BUFFER_COUNT)
+#undef MK_BUFFER_COUNT
+    MK_NUM_BUFFERS
+};
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+/* Fills the offsets and, if infos is not NULL, MK_NUM_BUFFERS descriptions. */
+void mk_memory_map(const mk_dims *d, mk_memory *memory, mok_buffer_info *infos);
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,63 @@
+/* Cuts the weight gradients of a table into pieces: one per expert, or several where the ring cannot hold a whole segment.
+ * Used by s0_schedule on every backend. O(experts + minibatches), sequential. */
+#ifndef MK_LAYOUT_PIECES_H
+#define MK_LAYOUT_PIECES_H
+
+#include "layout/table.h"
+
+typedef struct mk_piece_plan {
+    const int32_t *segment_tile, *segment_rows; /* [El + 1], [El] */
+    int64_t num_experts, num_tiles;
+    int64_t mb_tiles, ring_tiles;               /* of the backward */
+    mk_piece *pieces;
+    int32_t *piece_of_tile;                     /* [num_tiles] */
+    int32_t *piece_first;                       /* [minibatches + 1] */
+    int32_t last_continued;                     /* running: the last piece so far that went on from the partial sum, or -1 */
+} mk_piece_plan;
+
+MK_FN void mk_piece_emit(mk_piece_plan *p, int32_t index, int64_t expert, int64_t first, int64_t end, int64_t minibatch)
+{
+    int64_t segment_end = p->segment_tile[expert + 1], before = (first - p->segment_tile[expert]) * MK_ROW_TILE;
+    mk_piece *piece = &p->pieces[index];
+    piece->expert = (int32_t)expert;
+    piece->tile_first = (int32_t)first;
+    piece->tile_end = (int32_t)end;
+    piece->minibatch = (int32_t)minibatch;
+    piece->rows = (int32_t)mk_min((end - first) * MK_ROW_TILE, p->segment_rows[expert] - before);
+    piece->is_first = first == p->segment_tile[expert];
+    piece->is_last = end == segment_end;
+    /* There is one partial sum: a piece continues it after the piece before, or starts it once its last user is done. */
+    piece->after = !piece->is_first ? index - 1 : !piece->is_last ? p->last_continued : -1;
+    if (!piece->is_first)
+        p->last_continued = index;
+    for (int64_t t = first; t < end; t++)
+        p->piece_of_tile[t] = index;
+}
+
+/* Returns the number of pieces: at most experts + minibatches. An expert without rows gets an empty piece, whose tasks write zeros. */
+MK_FN int32_t mk_build_pieces(mk_piece_plan *p)
+{
+    int64_t minibatches = mk_ceil_div(p->num_tiles, p->mb_tiles), e = 0, first = 0;
+    int32_t count = 0;
+    p->last_continued = -1;
+    for (int64_t b = 0; b < minibatches; b++) {
+        int64_t end = mk_min((b + 1) * p->mb_tiles, p->num_tiles);
+        p->piece_first[b] = count;
+        /* Segments that end in this minibatch; at the table's end also experts without rows that come last. */
+        while (e < p->num_experts && (p->segment_tile[e + 1] < end || (p->segment_tile[e + 1] == end && p->segment_tile[e] < end) ||
+                                      b == minibatches - 1)) {
+            mk_piece_emit(p, count++, e, first, p->segment_tile[e + 1], b);
+            first = p->segment_tile[++e];
+        }
+        if (e < p->num_experts && first < end && mk_must_cut(first, end, p->mb_tiles, p->ring_tiles)) {
+            mk_piece_emit(p, count++, e, first, end, b);
+            first = end;
+        }
+    }
+    p->piece_first[minibatches] = count;
+    for (; e < p->num_experts; e++) /* a table without rows */
+        mk_piece_emit(p, count++, e, 0, 0, 0);
+    return count;
+}
+
+#endif

@@ -1,0 +1,209 @@
+/* The walk: which task comes next. Host, device roles, CPU backend, the deadlock check and the tools all decode task numbers
+ * here. Numbers are handed out ascending by a ticket; a task waits only for tasks with smaller numbers (and, where a
+ * communication role moves rows outside the walk, grid.dispatch = 0, for that role).
+ *
+ * Forward, over minibatches from the table's last to its first (step m = 0 is the last minibatch, the only short one), with a
+ * lag of one minibatch between gate/up and down:
+ *
+ *   shared gate_up, shared down,
+ *   [dispatch 0][gate_up 0]  [dispatch 1][gate_up 1][down 0]  …  [dispatch M-1][gate_up M-1][down M-2]  [down M-1]
+ *
+ * Recompute: the same without down, over the minibatches that hold saved rows.
+ * Backward, over minibatches from first to last, again with a lag of one:
+ *
+ *   shared gate_up (if not saved), shared dgrad_down, shared dgrad_gate_up, shared wgrad,
+ *   [dispatch 0][gate_up 0: rows not saved][dgrad_down 0]  [dispatch 1][gate_up 1][dgrad_down 1][dgrad_gate_up 0][wgrad 0] …
+ *
+ * Inside a minibatch the forward takes tiles in descending order, the backward ascending, so that "earlier in the walk" is
+ * one direction of the table everywhere.
+ *
+ * Why it cannot deadlock: a task of minibatch m overwrites ring slots of tiles that lie ring_tiles before it. With a ring of two
+ * minibatches or more these belong to minibatch m-2 or earlier, whose last readers (down, dgrad_gate_up, wgrad) come before
+ * the first task of m, because the lag is one; a weight-gradient piece is cut (mk_must_cut) before it could reach further
+ * back. layout/check.h verifies this on real tables. */
+#ifndef MK_LAYOUT_WALK_H
+#define MK_LAYOUT_WALK_H
+
+#include "layout/dims.h"
+#include "layout/table.h"
+
+#define MK_TASK_LIST(X)                                                                                   \
+    X(NONE, none)                                                                                         \
+    X(SHARED_GATE_UP, shared_gate_up)                                                                     \
+    X(SHARED_DOWN, shared_down)                                                                           \
+    X(SHARED_DGRAD_DOWN, shared_dgrad_down)                                                               \
+    X(SHARED_DGRAD_GATE_UP, shared_dgrad_gate_up)                                                         \
+    X(SHARED_WGRAD, shared_wgrad)                                                                         \
+    X(DISPATCH, dispatch)                                                                                 \
+    X(GATE_UP, gate_up)                                                                                   \
+    X(DOWN, down)                                                                                         \
+    X(DGRAD_DOWN, dgrad_down)                                                                             \
+    X(DGRAD_GATE_UP, dgrad_gate_up)                                                                       \
+    X(WGRAD, wgrad)
+
+typedef enum mk_task_kind {
+#define MK_TASK_ENUM(upper, lower) MK_TASK_##upper,
+    MK_TASK_LIST(MK_TASK_ENUM)
+#undef MK_TASK_ENUM
+    MK_NUM_TASK_KINDS
+} mk_task_kind;
+
+/* Tasks per unit: how a backend cuts the work. 0 leaves a kind out of the walk. */
+typedef struct mk_grid {
+    int32_t shared_gate_up, shared_down, shared_dgrad_down, shared_dgrad_gate_up; /* per tile of the shared expert */
+    int32_t shared_wgrad;                                                         /* in all */
+    int32_t dispatch, gate_up, down, dgrad_down, dgrad_gate_up;                   /* per table tile */
+    int32_t wgrad;                                                                /* per piece */
+} mk_grid;
+
+typedef struct mk_task {
+    mk_task_kind kind;
+    int32_t tile;  /* table tile; tile of the shared expert; piece for WGRAD */
+    int32_t part;  /* which of the unit's tasks: 0 .. grid - 1 */
+} mk_task;
+
+typedef enum mk_pass { MK_PASS_FORWARD, MK_PASS_RECOMPUTE, MK_PASS_BACKWARD } mk_pass;
+
+/* One pass on one rank. num_tiles: of the table (forward, backward) or of its saved part (recompute). */
+typedef struct mk_walk {
+    mk_pass pass;
+    mk_grid grid;
+    int64_t num_tiles, mb_tiles, num_minibatches;
+    int64_t replay_from;          /* backward: gate_up tasks exist for tiles from here on */
+    int64_t shared_tiles;
+    const int32_t *piece_first;   /* backward: [num_minibatches + 1] first piece of each minibatch */
+    int64_t num_pieces;
+    int64_t shared_tasks, num_tasks;
+} mk_walk;
+
+/* Tiles [*first, *end) of the walk's step m. */
+MK_FN void mk_walk_minibatch(const mk_walk *w, int64_t m, int64_t *first, int64_t *end)
+{
+    int64_t b = w->pass == MK_PASS_BACKWARD ? m : w->num_minibatches - 1 - m;
+    *first = b * w->mb_tiles;
+    *end = mk_min(*first + w->mb_tiles, w->num_tiles);
+}
+
+/* Replayed tiles below tile `end`. */
+MK_FN int64_t mk_walk_replayed(const mk_walk *w, int64_t end) { return end > w->replay_from ? end - w->replay_from : 0; }
+
+/* Tasks of everything that comes before step m's dispatch; m = num_minibatches + 1 counts all (the last step holds only what lags). O(1). */
+MK_FN int64_t mk_walk_before_step(const mk_walk *w, int64_t m)
+{
+    const mk_grid *g = &w->grid;
+    int64_t lead, lag; /* tiles whose leading and lagging tasks come before step m */
+    int64_t lead_steps = mk_min(m, w->num_minibatches), lag_steps = mk_max(m - 1, 0);
+    int64_t tasks = w->shared_tasks;
+    if (w->pass == MK_PASS_BACKWARD) {
+        lead = mk_min(lead_steps * w->mb_tiles, w->num_tiles);
+        lag = mk_min(lag_steps * w->mb_tiles, w->num_tiles);
+        tasks += lead * (g->dispatch + g->dgrad_down) + mk_walk_replayed(w, lead) * g->gate_up;
+        tasks += lag * g->dgrad_gate_up;
+        if (g->wgrad)
+            tasks += (int64_t)w->piece_first[mk_min(lag_steps, w->num_minibatches)] * g->wgrad;
+        return tasks;
+    }
+    /* The first step of the forward is the short one, so count the tiles that are left instead. */
+    lead = w->num_tiles - mk_min((w->num_minibatches - lead_steps) * w->mb_tiles, w->num_tiles);
+    lag = w->num_tiles - mk_min((w->num_minibatches - mk_min(lag_steps, w->num_minibatches)) * w->mb_tiles, w->num_tiles);
+    return tasks + lead * (g->dispatch + g->gate_up) + lag * g->down;
+}
+
+MK_FN void mk_walk_count(mk_walk *w)
+{
+    const mk_grid *g = &w->grid;
+    w->num_minibatches = mk_ceil_div(w->num_tiles, w->mb_tiles);
+    w->shared_tasks = w->shared_tiles * (g->shared_gate_up + g->shared_down + g->shared_dgrad_down + g->shared_dgrad_gate_up) +
+                      (w->shared_tiles ? g->shared_wgrad : 0);
+    w->num_tasks = mk_walk_before_step(w, w->num_minibatches + 1);
+    /* Pieces of experts without rows hang on the last minibatch; a table without any tile has no minibatch to hang them on. */
+    if (w->pass == MK_PASS_BACKWARD && w->num_minibatches == 0)
+        w->num_tasks = w->shared_tasks + w->num_pieces * g->wgrad;
+}
+
+/* Cuts `count` units of `grid` tasks off the number; true if it lies in them. */
+MK_FN int mk_walk_take(int64_t *number, int64_t count, int32_t grid, int64_t *unit, int32_t *part)
+{
+    int64_t tasks = count * grid;
+    if (*number >= tasks) {
+        *number -= tasks;
+        return 0;
+    }
+    *unit = *number / grid;
+    *part = (int32_t)(*number % grid);
+    return 1;
+}
+
+MK_FN mk_task mk_task_make(mk_task_kind kind, int64_t tile, int32_t part)
+{
+    mk_task t;
+    t.kind = kind;
+    t.tile = (int32_t)tile;
+    t.part = part;
+    return t;
+}
+
+MK_FN mk_task mk_walk_shared_task(const mk_walk *w, int64_t number)
+{
+    const mk_grid *g = &w->grid;
+    int64_t unit = 0, n = w->shared_tiles;
+    int32_t part = 0;
+    if (mk_walk_take(&number, n, g->shared_gate_up, &unit, &part))
+        return mk_task_make(MK_TASK_SHARED_GATE_UP, unit, part);
+    if (mk_walk_take(&number, n, g->shared_down, &unit, &part))
+        return mk_task_make(MK_TASK_SHARED_DOWN, unit, part);
+    if (mk_walk_take(&number, n, g->shared_dgrad_down, &unit, &part))
+        return mk_task_make(MK_TASK_SHARED_DGRAD_DOWN, unit, part);
+    if (mk_walk_take(&number, n, g->shared_dgrad_gate_up, &unit, &part))
+        return mk_task_make(MK_TASK_SHARED_DGRAD_GATE_UP, unit, part);
+    return mk_task_make(MK_TASK_SHARED_WGRAD, 0, (int32_t)number);
+}
+
+/* The task with this number; kind NONE at num_tasks and beyond. O(log minibatches). */
+MK_FN mk_task mk_walk_task(const mk_walk *w, int64_t number)
+{
+    const mk_grid *g = &w->grid;
+    if (number >= w->num_tasks)
+        return mk_task_make(MK_TASK_NONE, 0, 0);
+    if (number < w->shared_tasks)
+        return mk_walk_shared_task(w, number);
+    int64_t low = 0, high = w->num_minibatches + 1; /* step m with before(m) <= number < before(m + 1) */
+    while (high - low > 1) {
+        int64_t middle = (low + high) / 2;
+        if (mk_walk_before_step(w, middle) <= number)
+            low = middle;
+        else
+            high = middle;
+    }
+    int64_t m = low, lead_first = 0, lead_end = 0, lag_first = 0, lag_end = 0, unit = 0;
+    int32_t part = 0;
+    int backward = w->pass == MK_PASS_BACKWARD;
+    number -= mk_walk_before_step(w, m);
+    if (m < w->num_minibatches)
+        mk_walk_minibatch(w, m, &lead_first, &lead_end);
+    if (m > 0)
+        mk_walk_minibatch(w, m - 1, &lag_first, &lag_end);
+    int64_t lead = lead_end - lead_first, lag = lag_end - lag_first;
+#define MK_TILE_AT(first, end) (backward ? (first) + unit : (end) - 1 - unit)
+    if (mk_walk_take(&number, lead, g->dispatch, &unit, &part))
+        return mk_task_make(MK_TASK_DISPATCH, MK_TILE_AT(lead_first, lead_end), part);
+    if (!backward) {
+        if (mk_walk_take(&number, lead, g->gate_up, &unit, &part))
+            return mk_task_make(MK_TASK_GATE_UP, MK_TILE_AT(lead_first, lead_end), part);
+        mk_walk_take(&number, lag, g->down, &unit, &part);
+        return mk_task_make(MK_TASK_DOWN, MK_TILE_AT(lag_first, lag_end), part);
+    }
+    int64_t replay_first = mk_max(lead_first, w->replay_from);
+    if (mk_walk_take(&number, mk_max(lead_end - replay_first, 0), g->gate_up, &unit, &part))
+        return mk_task_make(MK_TASK_GATE_UP, replay_first + unit, part);
+    if (mk_walk_take(&number, lead, g->dgrad_down, &unit, &part))
+        return mk_task_make(MK_TASK_DGRAD_DOWN, lead_first + unit, part);
+    if (mk_walk_take(&number, lag, g->dgrad_gate_up, &unit, &part))
+        return mk_task_make(MK_TASK_DGRAD_GATE_UP, lag_first + unit, part);
+#undef MK_TILE_AT
+    if (m > 0)
+        number += (int64_t)w->piece_first[m - 1] * g->wgrad;
+    return mk_task_make(MK_TASK_WGRAD, number / g->wgrad, (int32_t)(number % g->wgrad));
+}
+
+#endif
