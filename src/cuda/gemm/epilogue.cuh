@@ -1,0 +1,159 @@
+/* The grouped GEMM core, part 4: epilogues. An epilogue is a functor
+ *
+ *   void operator()(const GemmTask &task, const Acc<Tile> &acc, const WarpOut &out)
+ *
+ * called by every math warp with its share of a finished tile: 16 rows of each of the accumulator's blocks, all columns.
+ * Warps do not wait for each other. Rows past task.num_rows and columns past the result's width are never written.
+ *
+ * Results leave in whole lines: a warp turns 64 columns of its 16 rows (MMA layout) into rows through 2 KiB of its own shared
+ * memory, swizzled so that neither side has bank conflicts, and stores 128 contiguous bytes of four rows with each
+ * instruction. Every row has its own destination, which may be a peer's memory; so the plain store and the push of combine
+ * are one thing. */
+#ifndef MK_GEMM_EPILOGUE_CUH
+#define MK_GEMM_EPILOGUE_CUH
+
+#include "cuda/gemm/tile.cuh"
+
+namespace mk {
+
+template <class Tile> struct Acc;
+
+typedef uint16_t bf16;  /* the bits of one */
+
+/* ---- rows of bf16, each somewhere ---- */
+
+/* A row-major matrix [rows, cols]: row r of a task goes to row task.out_row + r. base null: stored nowhere. */
+struct MatrixRows {
+    bf16 *base;
+    int64_t cols;
+    MK_MEMBER bf16 *row(const GemmTask &task, uint32_t r) const { return base ? base + (task.out_row + (int64_t)r) * cols : nullptr; }
+};
+
+/* Row pushes: slot[table row] says where each row goes. */
+struct PushedRows {
+    bf16 *const *slot;
+    int64_t cols;
+    MK_MEMBER bf16 *row(const GemmTask &task, uint32_t r) const { return load(&slot[task.out_row + (int64_t)r]); }
+};
+
+/* Where this lane's rows of one block go, when they leave: lane l stores 16 bytes at column 8(l%8) of rows 4i + l/8. */
+struct LaneRows {
+    bf16 *to[4];
+    template <class Rows> MK_MEMBER void find(const Rows &rows, const GemmTask &task, uint32_t first_row)
+    {
+        MK_UNROLL for (uint32_t i = 0; i < 4; i++) {
+            const uint32_t r = first_row + 4 * i + lane_idx() / 8;
+            to[i] = r < (uint32_t)task.num_rows ? rows.row(task, r) : nullptr;
+        }
+    }
+};
+
+/* Stores 64 columns of the warp's 16 rows, starting at column `col` of each row. packed[2j + i]: columns 8j + 2(l%4) and the next of
+ * row l/4 + 8i. `turn` alternates between the two halves of the staging memory, so that one sync_warp a call is enough:
+ * who writes a half again has passed the sync_warp of the call in between, and with it every lane's reads of that half. */
+MK_DEVICE void store_chunk(const WarpOut &out, uint32_t turn, const uint32_t (&packed)[16], const LaneRows &rows, int64_t col)
+{
+    const uint32_t lane = lane_idx(), half = out.staging + turn % 2 * (kStagingBytes / 2);
+    const uint32_t in_row = lane % 16, in_piece = lane / 16;  /* stmatrix: matrices are rows 0-7 and 8-15, of two pieces */
+    MK_UNROLL for (uint32_t j = 0; j < 4; j++) {
+        const uint32_t r[4] = {packed[4 * j], packed[4 * j + 1], packed[4 * j + 2], packed[4 * j + 3]};
+        store_matrix_x4(half + in_row * kRowBytes + ((2 * j + in_piece) ^ (in_row % 8)) * 16, r);
+    }
+    sync_warp();
+    MK_UNROLL for (uint32_t i = 0; i < 4; i++) {
+        const uint32_t row = 4 * i + lane / 8, piece = lane % 8;
+        const Vec4 v = load_shared_b128(half + row * kRowBytes + (piece ^ (row % 8)) * 16);
+        if (rows.to[i])
+            store(reinterpret_cast<Vec4 *>(rows.to[i] + col + piece * 8), v);
+    }
+}
+
+MK_DEVICE void pack_chunk(const float (&v)[32], uint32_t (&packed)[16])
+{
+    MK_UNROLL for (uint32_t i = 0; i < 16; i++)
+        packed[i] = pack_bf16(v[2 * i], v[2 * i + 1]);
+}
+
+/* ---- plain: the result as it is, rounded to bf16 ---- */
+
+template <class Rows> struct StoreRows {
+    Rows rows;
+    template <class Tile> MK_MEMBER void operator()(const GemmTask &task, const Acc<Tile> &acc, const WarpOut &out) const
+    {
+        MK_UNROLL for (uint32_t m = 0; m < Acc<Tile>::blocks; m++) {
+            if (out.row + m * 64 >= (uint32_t)task.num_rows)
+                return;
+            LaneRows to;
+            to.find(rows, task, out.row + m * 64);
+            MK_UNROLL for (uint32_t c = 0; c < Tile::cols / 64; c++) {
+                const int64_t col = task.col + 64 * (int64_t)c;
+                float v[32];
+                uint32_t packed[16];
+                if (col >= rows.cols)
+                    break;
+                acc.read(m, c, v);
+                pack_chunk(v, packed);
+                store_chunk(out, c, packed, to, col);
+            }
+            sync_warp();
+        }
+    }
+};
+
+/* ---- SwiGLU: the tile's first half of columns is gate, its second half up, of the same outputs ---- */
+
+/* h = silu(gate) * up in fp32, from gate and up as rounded to bf16 and clamped: gate <= limit, -limit <= up <= limit. NaN stays
+ * NaN. silu(g) = g / (1 + 2^(-g log2 e)). */
+MK_DEVICE float swiglu(float gate, float up, float limit)
+{
+    const float g = gate > limit ? limit : gate;
+    const float u = up > limit ? limit : up < -limit ? -limit : up;
+    return g * reciprocal_approx(1.0f + exp2_approx(g * -1.44269504f)) * u;
+}
+
+MK_DEVICE void swiglu_chunk(const uint32_t (&gate)[16], const uint32_t (&up)[16], float limit, uint32_t (&h)[16])
+{
+    MK_UNROLL for (uint32_t i = 0; i < 16; i++)
+        h[i] = pack_bf16(swiglu(bits_to_float(gate[i] << 16), bits_to_float(up[i] << 16), limit),
+                         swiglu(bits_to_float(gate[i] & 0xffff0000u), bits_to_float(up[i] & 0xffff0000u), limit));
+}
+
+/* task.col counts columns of h; a tile makes Tile::cols / 2 of them. gate and up are kept too where their base is not null. */
+struct SwigluRows {
+    MatrixRows h, gate, up;
+    float limit;  /* infinity: no clamp */
+    template <class Tile> MK_MEMBER void operator()(const GemmTask &task, const Acc<Tile> &acc, const WarpOut &out) const
+    {
+        constexpr uint32_t chunks = Tile::cols / 128;
+        MK_UNROLL for (uint32_t m = 0; m < Acc<Tile>::blocks; m++) {
+            const uint32_t row = out.row + m * 64;
+            if (row >= (uint32_t)task.num_rows)
+                return;
+            MK_UNROLL for (uint32_t c = 0; c < chunks; c++) {
+                const int64_t col = task.col + 64 * (int64_t)c;
+                if (col >= h.cols)
+                    break;
+                float v[32];
+                uint32_t packed_gate[16], packed_up[16], packed_h[16];
+                acc.read(m, c, v);
+                pack_chunk(v, packed_gate);
+                acc.read(m, c + chunks, v);
+                pack_chunk(v, packed_up);
+                swiglu_chunk(packed_gate, packed_up, limit, packed_h);
+                LaneRows to;
+                to.find(h, task, row);
+                store_chunk(out, 0, packed_h, to, col);
+                if (gate.base) {
+                    to.find(gate, task, row);
+                    store_chunk(out, 1, packed_gate, to, col);
+                    to.find(up, task, row);
+                    store_chunk(out, 0, packed_up, to, col);
+                }
+                sync_warp();
+            }
+        }
+    }
+};
+
+} /* namespace mk */
+#endif

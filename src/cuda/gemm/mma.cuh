@@ -1,0 +1,113 @@
+/* The grouped GEMM core, part 3: the accumulators of a warpgroup (the one place that knows the chip's matrix unit), and the
+ * math role, which turns stages into finished tiles. */
+#ifndef MK_GEMM_MMA_CUH
+#define MK_GEMM_MMA_CUH
+
+#include "cuda/gemm/load.cuh"
+#include "cuda/sync/named.cuh"
+
+namespace mk {
+
+/* Descriptor of an operand in shared memory, contraction axis contiguous, as TMA's 128-byte swizzle writes it: rows of 128
+ * bytes, eight rows (1,024 bytes) to a swizzle pattern.
+ *   bits 0-13 address / 16 · 16-29 unused in this layout, 1 · 32-45 stride between patterns / 16 · 62-63 128-byte swizzle = 1 */
+constexpr uint64_t kOperandLayout = 1ull << 62 | (uint64_t)(1024 >> 4) << 32 | 1ull << 16;
+MK_DEVICE uint64_t operand_descriptor(uint32_t addr) { return kOperandLayout | (addr & 0x3ffff) >> 4; }
+
+/* What one warpgroup accumulates: `blocks` blocks of 64 rows, all columns of the tile. The seam between chips: on Hopper the
+ * sums are in registers. Everybody else sees: multiply, wait, read. */
+template <class Tile> struct Acc {
+    static constexpr uint32_t blocks = Tile::rows / 64 / (Tile::ping_pong ? 1 : kMathWarpgroups);
+    float r[blocks][Tile::cols / 2];
+
+    /* Starts adding a K block (64 elements of the contraction axis) from the stage at addresses a and b; `first` sets the
+     * sums instead. Steps of 16, ascending. */
+    MK_MEMBER void multiply(uint32_t a, uint32_t b, bool first)
+    {
+        constexpr uint64_t next_step = 16 * 2 >> 4, next_block = 64 * kRowBytes >> 4;  /* in the descriptor's units */
+        const uint64_t da = operand_descriptor(a), db = operand_descriptor(b);
+        wgmma_fence();
+        MK_UNROLL for (uint32_t step = 0; step < kBlockK / 16; step++)
+            MK_UNROLL for (uint32_t m = 0; m < blocks; m++)
+                issue(r[m], da + step * next_step + m * next_block, db + step * next_step, !first || step > 0);
+        wgmma_commit();
+    }
+    /* All but the last multiply are done: their stages are free. */
+    MK_MEMBER void wait_all_but_last() { wgmma_wait<1>(); }
+    MK_MEMBER void wait_all() { wgmma_wait<0>(); }
+
+    /* Columns 64c .. 64c+63 of block m, as a warp holds them: v[4j + i] is row l/4 + 8(i/2) of the warp's 16, column
+     * 8j + 2(l%4) + i%2 (lane l). */
+    MK_MEMBER void read(uint32_t m, uint32_t c, float (&v)[32]) const
+    {
+        MK_UNROLL for (uint32_t i = 0; i < 32; i++)
+            v[i] = r[m][32 * c + i];
+    }
+
+private:
+    static MK_MEMBER void issue(float (&d)[64], uint64_t a, uint64_t b, bool accumulate) { wgmma_m64n128k16_bf16<0, 0>(d, a, b, accumulate); }
+    static MK_MEMBER void issue(float (&d)[128], uint64_t a, uint64_t b, bool accumulate) { wgmma_m64n256k16_bf16<0, 0>(d, a, b, accumulate); }
+};
+
+/* A stage has been used by this warp: tell every CTA that multicasts into it. The readers were MMAs, which have completed, and
+ * the next writer is a TMA load, so no memory order is needed: the cheap arrive. */
+template <class Tile> MK_DEVICE void release_stage(GemmShared<Tile> &s, uint32_t stage)
+{
+    const uint32_t rank = lane_idx();
+    if (rank < Tile::cluster)
+        mbar_arrive_remote_release_cta(cluster_addr(smem_addr(&s.empty[stage]), rank));
+}
+
+/* Sums up one task. Leaves with all MMAs issued and the stage of the last one not yet released. */
+template <class Tile> MK_DEVICE uint32_t multiply_task(GemmShared<Tile> &s, Acc<Tile> &acc, RingCursor<Tile::stages> &at, int32_t num_k_blocks, uint32_t first_row)
+{
+    uint32_t previous = 0;
+    for (int32_t k = 0; k < num_k_blocks; k++, at.next()) {
+        wait_mbar(smem_addr(&s.full[at.slot]), at.parity, "gemm_math: full stage");
+        acc.multiply(smem_addr(s.a[at.slot]) + first_row * kRowBytes, smem_addr(s.b[at.slot]), k == 0);
+        if (k > 0) {
+            acc.wait_all_but_last();
+            release_stage(s, previous);
+        }
+        previous = at.slot;
+    }
+    return previous;
+}
+
+/* The math role: all threads of a math warpgroup (0 or 1). */
+template <class Tile, class Epilogue> MK_DEVICE void gemm_math(GemmShared<Tile> &s, uint32_t warpgroup, Epilogue &epilogue)
+{
+    constexpr uint32_t both = kMathWarpgroups * 128;
+    const uint32_t warp = warp_idx() - kFirstMathWarp;                        /* 0..7 */
+    const uint32_t first_row = Tile::ping_pong ? 0 : warpgroup * (Tile::rows / kMathWarpgroups);
+    const WarpOut out = {smem_addr(s.staging[warp]), first_row + warp % 4 * 16};
+    TaskReader<Tile> tasks;
+    RingCursor<Tile::stages> at;
+    Acc<Tile> acc;
+
+    if (Tile::ping_pong && warpgroup == 1)
+        barrier_named_arrive(BARRIER_MATH_TURN + 0, both);                    /* the first turn is warpgroup 0's */
+    for (uint32_t turn = 0;; turn++, tasks.at.next()) {
+        const GemmTask task = tasks.wait(s);
+        sync_warp();
+        if (lane_idx() == 0)
+            tasks.release(s);
+        if (task.num_k_blocks == 0)
+            return;
+        if (Tile::ping_pong && turn % 2 != warpgroup) {
+            at.skip((uint32_t)task.num_k_blocks);
+            continue;
+        }
+        if (Tile::ping_pong)
+            barrier_named_sync(BARRIER_MATH_TURN + warpgroup, both);
+        const uint32_t last = multiply_task(s, acc, at, task.num_k_blocks, first_row);
+        if (Tile::ping_pong)
+            barrier_named_arrive(BARRIER_MATH_TURN + (warpgroup ^ 1), both);  /* handed on as soon as the MMAs are issued */
+        acc.wait_all();
+        release_stage(s, last);
+        epilogue(task, acc, out);
+    }
+}
+
+} /* namespace mk */
+#endif

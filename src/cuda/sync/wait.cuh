@@ -1,0 +1,38 @@
+/* Every wait of device code. A wait has a name, which says what is missing when it never ends; the emulator prints it.
+ * Waits inside a CTA or cluster are for work that other warps are bound to finish; they need no limit of their own. */
+#ifndef MK_SYNC_WAIT_CUH
+#define MK_SYNC_WAIT_CUH
+
+#include "cuda/arch/arch.cuh"
+
+namespace mk {
+
+/* A phase of one of the CTA's own mbarriers, whose arrivals come from this CTA or from async copies. */
+MK_DEVICE void wait_mbar(uint32_t bar, uint32_t parity, const char *what)
+{
+    note_wait(what);
+    while (!mbar_try_wait_parity_acquire_cta(bar, parity)) {
+    }
+}
+
+/* The same where another CTA of the cluster wrote data and arrived. */
+MK_DEVICE void wait_mbar_cluster(uint32_t bar, uint32_t parity, const char *what)
+{
+    note_wait(what);
+    while (!mbar_try_wait_parity_acquire_cluster(bar, parity)) {
+    }
+}
+
+/* A counter in this GPU's memory; pairs with flag_add_release_gpu of whoever counts. What was published may then be read by
+ * plain loads; before a TMA or bulk load of it, fence_proxy_async_global in the thread that issues the load. */
+MK_DEVICE void wait_flag_at_least_gpu(const uint32_t *flag, uint32_t wanted, const char *what)
+{
+    note_wait(what);
+    while ((int32_t)(flag_load_acquire_gpu(flag) - wanted) < 0) {
+        sleep_ns(32);
+        note_wait(what);
+    }
+}
+
+} /* namespace mk */
+#endif

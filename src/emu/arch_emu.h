@@ -1,0 +1,132 @@
+/* The arch layer of the emulator: the names of arch.cuh as ordinary functions. Bodies: threads.cpp (identity, warps, barriers),
+ * memory.cpp (plain memory, fences, flags), mbarrier.cpp, copy.cpp (bulk and tensor copies), wgmma.cpp. */
+#ifndef MK_EMU_ARCH_EMU_H
+#define MK_EMU_ARCH_EMU_H
+
+#include <math.h>
+#include <string.h>
+#include "emu/emu.h"
+
+#define MK_DEVICE static inline __attribute__((unused))
+#define MK_MEMBER inline
+#define MK_KERNEL(threads) static void
+#define MK_KERNEL_PARAM const
+#define MK_UNROLL
+
+namespace emu {
+void memory_read(const void *p, void *out, size_t bytes);
+void memory_write(void *p, const void *in, size_t bytes);
+void bulk_wait_groups(int newer, bool read_only);
+void wgmma_wait_groups(int newer);
+void wgmma_issue(float *d, int n, uint64_t a, uint64_t b, bool accumulate, bool a_mn_major, bool b_mn_major);
+void registers_set(int per_thread, bool raise);
+}
+
+namespace mk {
+
+uint32_t thread_idx();
+uint32_t block_idx();
+uint32_t num_blocks();
+uint32_t lane_idx();
+uint32_t warp_idx();
+uint32_t cluster_rank();
+uint32_t cluster_idx();
+uint32_t num_clusters();
+
+void *shared_base();
+uint32_t smem_addr(const void *p);
+uint32_t cluster_addr(uint32_t addr, uint32_t rank);
+
+template <class T> T load(const T *p) { T v; emu::memory_read(p, &v, sizeof v); return v; }
+template <class T> void store(T *p, T value) { emu::memory_write(p, &value, sizeof value); }
+Vec4 load_shared_b128(uint32_t addr);
+void store_shared_b128(uint32_t addr, Vec4 v);
+void store_matrix_x4(uint32_t addr, const uint32_t (&r)[4]);
+
+void sync_warp();
+uint32_t shuffle(uint32_t value, uint32_t source_lane);
+uint32_t shuffle_xor(uint32_t value, uint32_t mask);
+float shuffle_xor(float value, uint32_t mask);
+uint32_t ballot(bool vote);
+bool elect_one();
+
+void barrier_block_sync();
+void barrier_named_sync(uint32_t id, uint32_t threads);
+void barrier_named_arrive(uint32_t id, uint32_t threads);
+void barrier_cluster_arrive_release();
+void barrier_cluster_wait_acquire();
+
+void mbar_init(uint32_t bar, uint32_t count);
+void fence_mbar_init_release_cluster();
+void mbar_arrive_release_cta(uint32_t bar);
+void mbar_arrive_remote_release_cta(uint32_t cluster_bar);
+void mbar_arrive_remote_release_cluster(uint32_t cluster_bar);
+void mbar_arrive_expect_tx_release_cta(uint32_t bar, uint32_t bytes);
+void mbar_arrive_expect_tx_remote_release_cluster(uint32_t cluster_bar, uint32_t bytes);
+bool mbar_try_wait_parity_acquire_cta(uint32_t bar, uint32_t parity);
+bool mbar_try_wait_parity_acquire_cluster(uint32_t bar, uint32_t parity);
+
+void bulk_load(uint32_t dst, const void *src, uint32_t bytes, uint32_t bar);
+void bulk_store(void *dst, uint32_t src, uint32_t bytes);
+void bulk_store_add_f32(float *dst, uint32_t src, uint32_t bytes);
+void bulk_commit();
+template <int N> void bulk_wait_read() { emu::bulk_wait_groups(N, true); }
+template <int N> void bulk_wait() { emu::bulk_wait_groups(N, false); }
+void store_async_b128(uint32_t cluster_dst, Vec4 v, uint32_t cluster_bar);
+
+void tma_load_2d(uint32_t dst, const mk_tensor_map *map, int32_t c0, int32_t c1, uint32_t bar);
+void tma_load_3d(uint32_t dst, const mk_tensor_map *map, int32_t c0, int32_t c1, int32_t c2, uint32_t bar);
+void tma_load_2d_multicast(uint32_t dst, const mk_tensor_map *map, int32_t c0, int32_t c1, uint32_t bar, uint16_t cta_mask);
+void tma_load_3d_multicast(uint32_t dst, const mk_tensor_map *map, int32_t c0, int32_t c1, int32_t c2, uint32_t bar, uint16_t cta_mask);
+void tma_store_2d(const mk_tensor_map *map, int32_t c0, int32_t c1, uint32_t src);
+MK_DEVICE void tma_prefetch_map(const mk_tensor_map *) {}
+
+void fence_proxy_async();
+void fence_proxy_async_global();
+void fence_proxy_async_shared_cta();
+MK_DEVICE void fence_tensor_map_acquire_sys(const mk_tensor_map *) {}
+void fence_acq_rel_gpu();
+void fence_acq_rel_sys();
+
+uint32_t flag_load_relaxed_gpu(const uint32_t *p);
+uint32_t flag_load_acquire_gpu(const uint32_t *p);
+uint32_t flag_load_acquire_sys(const uint32_t *p);
+uint64_t flag_load_relaxed_sys(const uint64_t *p);
+uint64_t flag_load_acquire_sys(const uint64_t *p);
+void flag_store_relaxed_gpu(uint32_t *p, uint32_t v);
+void flag_store_release_gpu(uint32_t *p, uint32_t v);
+void flag_store_release_sys(uint32_t *p, uint32_t v);
+void flag_store_relaxed_sys(uint64_t *p, uint64_t v);
+void flag_store_release_sys(uint64_t *p, uint64_t v);
+void flag_add_release_gpu(uint32_t *p, uint32_t v);
+void flag_add_release_sys(uint32_t *p, uint32_t v);
+uint32_t ticket_take_relaxed_gpu(uint32_t *p, uint32_t n);
+uint32_t ticket_take_acq_rel_gpu(uint32_t *p, uint32_t n);
+
+template <int N> void registers_raise() { static_assert(N % 8 == 0 && N >= 24 && N <= 256, "setmaxnreg"); emu::registers_set(N, true); }
+template <int N> void registers_lower() { static_assert(N % 8 == 0 && N >= 24 && N <= 256, "setmaxnreg"); emu::registers_set(N, false); }
+
+uint64_t time_ns();
+void sleep_ns(uint32_t ns);
+void trap();
+void note_wait(const char *what);
+
+MK_DEVICE uint32_t pack_bf16(float low, float high) { return emu::float_to_bf16(low) | (uint32_t)emu::float_to_bf16(high) << 16; }
+MK_DEVICE float fused_multiply_add(float a, float b, float c) { return fmaf(a, b, c); }
+MK_DEVICE float exp2_approx(float x) { return exp2f(x); }
+MK_DEVICE float reciprocal_approx(float x) { return 1.0f / x; }
+MK_DEVICE float bits_to_float(uint32_t bits) { float f; memcpy(&f, &bits, sizeof f); return f; }
+
+void wgmma_fence();
+void wgmma_commit();
+template <int N> void wgmma_wait() { emu::wgmma_wait_groups(N); }
+MK_DEVICE void pin_register(float &) {}
+template <int AMnMajor, int BMnMajor> void wgmma_m64n64k16_bf16(float (&d)[32], uint64_t a, uint64_t b, bool accumulate)
+{ emu::wgmma_issue(d, 64, a, b, accumulate, AMnMajor != 0, BMnMajor != 0); }
+template <int AMnMajor, int BMnMajor> void wgmma_m64n128k16_bf16(float (&d)[64], uint64_t a, uint64_t b, bool accumulate)
+{ emu::wgmma_issue(d, 128, a, b, accumulate, AMnMajor != 0, BMnMajor != 0); }
+template <int AMnMajor, int BMnMajor> void wgmma_m64n256k16_bf16(float (&d)[128], uint64_t a, uint64_t b, bool accumulate)
+{ emu::wgmma_issue(d, 256, a, b, accumulate, AMnMajor != 0, BMnMajor != 0); }
+
+} /* namespace mk */
+#endif

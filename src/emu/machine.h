@@ -1,0 +1,245 @@
+/* The emulator's insides: what a thread, a CTA, a device and an asynchronous operation are. Only src/emu includes this.
+ *
+ * Control flow: the scheduler (machine.cpp) resumes one fiber at a time. Device code calls arch functions; each begins with
+ * `step()`, where the scheduler may take over. A thread that cannot go on calls `block` with a condition; whoever may have
+ * made the condition true calls `wake` on the list. Asynchronous operations lie in State::pending and are advanced by the
+ * scheduler between fibers, in an order drawn from the seed. */
+#ifndef MK_EMU_MACHINE_H
+#define MK_EMU_MACHINE_H
+
+#include <deque>
+#include <map>
+#include <string.h>
+#include "cuda/arch/arch.cuh"
+#include "emu/fiber.h"
+
+namespace emu {
+
+struct Thread;
+struct Cta;
+struct Cluster;
+
+struct Random {
+    uint64_t state;
+    uint64_t next() { state ^= state << 13; state ^= state >> 7; state ^= state << 17; return state * 0x2545f4914f6cdd1dull >> 16; }
+    uint32_t below(uint32_t n) { return (uint32_t)(next() % n); }
+};
+
+/* Threads that wait for one thing. An entry whose ticket is not the thread's any more is stale. */
+struct WaitList {
+    struct Entry { Thread *thread; uint64_t ticket; };
+    std::vector<Entry> entries;
+};
+
+struct Mbarrier {
+    uint32_t address = 0;        /* in its CTA */
+    uint32_t count = 0, pending = 0;
+    int64_t tx = 0;              /* bytes expected minus bytes arrived */
+    uint64_t phase = 0;          /* phases completed */
+    Thread *init_by = nullptr;
+    bool published = false;      /* the initialising thread has fenced */
+    WaitList waiters;
+};
+
+struct NamedBarrier {
+    uint32_t expected = 0, arrived = 0;
+    uint64_t generation = 0;
+    WaitList waiters;
+};
+
+/* Rendezvous of a warp's lanes in one instruction. */
+struct Warp {
+    uint32_t members = 0, arrived = 0;
+    uint64_t generation = 0;
+    const char *instruction = nullptr;
+    uint64_t in[32], out[32];
+    uint32_t matrix[32][4];
+    WaitList waiters;
+};
+
+/* A copy or MMA under way. `advance` lets it take its next effect; true when it is finished. */
+struct AsyncOp {
+    virtual ~AsyncOp() {}
+    virtual bool advance() = 0;
+    Thread *owner = nullptr;
+};
+
+/* Bulk stores that one thread committed together. */
+struct StoreOp;
+struct BulkGroup {
+    int reads = 0, writes = 0;   /* operations that have not read their source, written their destination */
+    std::vector<std::shared_ptr<StoreOp>> ops;
+};
+
+struct Wgmma;
+struct Warpgroup {
+    std::deque<std::shared_ptr<Wgmma>> ops;  /* issued, oldest first, until all their threads have waited for them */
+    uint32_t first = 0;                      /* number of ops.front() */
+    uint32_t completed = 0;                  /* operations done; they finish in order */
+    uint32_t registers = 0;                  /* per thread */
+    uint32_t registers_wanted = 0, registers_arrived = 0;
+    uint64_t registers_generation = 0;
+    WaitList waiters, register_waiters;
+};
+
+/* What is known of 16 bytes of shared memory. */
+struct Granule {
+    uint16_t written = 0;         /* one bit a byte */
+    uint16_t async_reads = 0;     /* copies and MMAs that read it and that nobody has waited for */
+    uint16_t async_writes = 0;    /* copies that will still write it */
+    uint64_t stamp = 0;           /* of the last plain write; 0 when the last write was a copy's */
+    Thread *writer = nullptr;
+};
+
+enum class Doing { ready, running, blocked, exited };
+
+struct Thread {
+    Fiber *fiber = nullptr;
+    Cta *cta = nullptr;
+    uint32_t idx = 0;
+    Doing doing = Doing::ready;
+    int budget = 0;               /* arch calls until the scheduler chooses again */
+    /* waiting */
+    uint64_t ticket = 0;
+    bool (*can_go)(Thread &) = nullptr;
+    const char *waits_for = "";   /* kind of wait */
+    const char *note = nullptr;   /* its name in the source */
+    void *wait_object = nullptr;
+    uint64_t wait_value = 0;
+    bool pollable = false, poked = false;
+    const void *polled_address = nullptr;
+    uint64_t polled_value = ~0ull;
+    /* memory order */
+    uint64_t shared_fence = 0, global_fence = 0;  /* stamp at its last proxy fence */
+    /* asynchronous work */
+    std::vector<std::shared_ptr<StoreOp>> open_stores;
+    std::deque<std::shared_ptr<BulkGroup>> groups;
+    uint32_t wgmma_issued = 0, wgmma_observed = 0;
+    std::deque<uint32_t> wgmma_group_ends;
+    bool wgmma_fenced = false;
+    uint64_t cluster_barrier_seen = 0;
+
+    uint32_t lane() const { return idx & 31; }
+    uint32_t warp() const { return idx >> 5; }
+};
+
+struct DeviceState;
+
+struct Cta {
+    Cluster *cluster = nullptr;
+    DeviceState *device = nullptr;
+    uint32_t block = 0, rank = 0;
+    uint32_t shared_bytes = 0;
+    uint8_t *shared = nullptr;
+    std::vector<Granule> granules;
+    std::vector<int32_t> mbarrier_at;  /* by address / 8, -1 = none */
+    std::deque<Mbarrier> mbarriers;
+    NamedBarrier named[16];
+    std::vector<Thread> threads;
+    std::vector<Warp> warps;
+    std::vector<Warpgroup> warpgroups;
+    uint32_t free_registers = 0;       /* per thread of a warpgroup */
+    uint32_t live = 0;
+    bool gone = false;
+    ~Cta();
+};
+
+struct Cluster {
+    std::vector<std::unique_ptr<Cta>> ctas;
+    uint32_t index = 0, live = 0;
+    uint32_t barrier_arrived = 0;
+    uint64_t barrier_generation = 0;
+    WaitList barrier_waiters;
+};
+
+struct QueuedLaunch {
+    Launch shape;
+    std::function<void()> kernel;
+    uint32_t next_cluster = 0;
+};
+
+struct DeviceState {
+    State *state = nullptr;
+    uint32_t index = 0, resident_limit = 1;
+    std::deque<QueuedLaunch> queue;                   /* front = running */
+    std::vector<std::unique_ptr<Cluster>> resident;
+    uint64_t launch_stamp = 0;                        /* writes before it are visible to the whole launch */
+};
+
+struct Allocation {
+    uint8_t *base = nullptr, *block = nullptr;
+    size_t bytes = 0;
+    std::string name;
+    std::vector<uint8_t> written;   /* by byte */
+    std::vector<uint64_t> stamp;    /* by 16 bytes: last plain write */
+};
+
+struct State {
+    uint64_t seed = 0;
+    Random random{1};
+    std::vector<std::unique_ptr<DeviceState>> devices;
+    std::vector<Thread *> ready;
+    std::vector<std::shared_ptr<AsyncOp>> pending;
+    std::map<uintptr_t, std::unique_ptr<Allocation>> memory;
+    WaitList pollers;                                 /* wait for global memory to change */
+    WaitList store_owners;                            /* wait for their own bulk stores */
+    std::vector<std::unique_ptr<Fiber>> fibers;
+    std::vector<Fiber *> free_fibers;
+    uint64_t stamp = 1;        /* of plain writes */
+    uint64_t progress = 0;     /* counts everything that may let somebody go on */
+    uint64_t time_ns = 1000000;
+    uint32_t async_odds = 8;   /* one in so many scheduler turns advances an operation */
+    uint32_t slow_odds = 1;    /* drawn per seed: how often a slow warp is passed over */
+    uint64_t slow_mask = 0;    /* warps that are slow in this run */
+    bool let_time_pass = false;
+    bool failed = false;
+    Result result;
+};
+
+extern Thread *self;  /* who is running; null in the scheduler */
+extern State *machine;
+
+/* ---- scheduler ---- */
+void step();
+void yield();
+/* Until can_go(*self). `what` and `object` are for the report. True if it was let go without that (only if pollable). */
+bool block(WaitList &list, bool (*can_go)(Thread &), const char *what, void *object, uint64_t value, bool pollable = false);
+void wake(WaitList &list);
+void submit(std::shared_ptr<AsyncOp> op);
+[[noreturn]] void fail(const char *format, ...) __attribute__((format(printf, 1, 2)));
+std::string describe(const Thread &t);
+std::string deadlock_report();
+void thread_exit_checks(Thread &t);
+void cta_exit_checks(Cta &cta);
+
+/* ---- warps ---- */
+void warp_rendezvous(const char *instruction, void (*complete)(Warp &));
+inline Warp &own_warp() { return self->cta->warps[self->warp()]; }
+
+/* ---- shared memory ---- */
+constexpr uint32_t kSharedBase = 1024;        /* what the system keeps at the start of the window */
+constexpr uint32_t kClusterShift = 24;        /* cluster address = (rank + 1) << 24 | address in that CTA */
+struct Place { Cta *cta; uint32_t offset; };
+Place resolve(uint32_t address, uint32_t bytes, const char *what);
+inline uint32_t shared_address(uint32_t offset) { return offset + kSharedBase; }
+void shared_plain_write(Cta &cta, uint32_t offset, const void *in, uint32_t bytes);
+/* Before an asynchronous read or write of 16 bytes is accepted from `self`; afterwards the granule is marked. */
+void begin_async_read(Cta &cta, uint32_t offset, const char *what);
+void begin_async_write(Cta &cta, uint32_t offset, const char *what);
+
+/* ---- global memory ---- */
+Allocation *find_allocation(const void *p, size_t bytes);
+Allocation &require_allocation(const void *p, size_t bytes, const char *what);
+void check_global_proxy(const Allocation &a, const void *p, size_t bytes, const char *what);
+
+/* ---- mbarriers ---- */
+Mbarrier &mbarrier_at(const Place &place, const char *what);
+void mbarrier_complete_tx(Mbarrier &bar, uint32_t bytes);
+
+/* ---- copies and MMAs ---- */
+void observe_stores(Thread &t, size_t groups, bool read_only);
+/* Shared memory read by a bulk store or MMA has been waited for. */
+void end_async_read(Cta &cta, uint32_t offset);
+
+} /* namespace emu */
+#endif
