@@ -91,7 +91,10 @@ static void finish_task(mk_cpu_run *run, mk_task task)
     int counter = mk_task_counter(task.kind);
     if (counter < 0)
         return;
-    uint32_t done = mk_cpu_signal(run, counter, task.tile, 1);
+    uint32_t amount = 1;
+    if (task.kind == MK_TASK_DISPATCH)
+        amount = (uint32_t)mk_valid_rows(&run->table, mk_expert_of_tile(&run->table, run->d->experts_count, task.tile), task.tile);
+    uint32_t done = mk_cpu_signal(run, counter, task.tile, amount);
     if (task.kind != MK_TASK_WGRAD || done != (uint32_t)run->walk.grid.wgrad || !run->grads->ready)
         return;
     const mk_piece *piece = &run->table.pieces[task.tile];
@@ -108,7 +111,7 @@ static void walk_tasks(void *argument, int32_t worker)
         mk_task task = mk_walk_task(&run->walk, __atomic_fetch_add(&run->ticket, 1, __ATOMIC_RELAXED));
         if (task.kind == MK_TASK_NONE)
             return;
-        int n = mk_task_needs(&run->walk, &run->table, run->d->ring_tiles, task, needs);
+        int n = mk_task_needs(&run->walk, &run->table, run->d, task, needs);
         for (int i = 0; i < n; i++)
             for (int32_t index = needs[i].first; index < needs[i].end; index++)
                 if (!mk_cpu_wait_counter(run, needs[i].counter, index, needs[i].count))

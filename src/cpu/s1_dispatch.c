@@ -30,6 +30,13 @@ static void pull_row(mk_cpu_run *run, const mk_row *row, int64_t to, bool x, boo
         move_row(run->ring_dout, to, (const mk_bf16 *)(const void *)(heap + m->dout) + token * hidden, hidden);
 }
 
+/* All rows of an earlier tile have arrived. */
+static bool wait_tile(mk_cpu_run *run, int64_t tile)
+{
+    int64_t expert = mk_expert_of_tile(&run->table, run->d->experts_count, tile);
+    return mk_cpu_wait_counter(run, MK_COUNTER_s1_rows_arrived, tile, (uint32_t)mk_valid_rows(&run->table, expert, tile));
+}
+
 void mk_cpu_s1_dispatch(mk_cpu_run *run, mk_task task)
 {
     bool backward = run->walk.pass == MK_PASS_BACKWARD, x = run->need_x, dout = backward;
@@ -42,7 +49,7 @@ void mk_cpu_s1_dispatch(mk_cpu_run *run, mk_task task)
             continue;
         int64_t from = backward ? row->copy_bwd : row->copy_fwd, from_tile = from / MK_ROW_TILE;
         if (from >= 0 && from_tile < run->walk.num_tiles) {
-            if (from_tile != task.tile && !mk_cpu_wait_counter(run, MK_COUNTER_s1_tiles_arrived, from_tile, 1))
+            if (from_tile != task.tile && !wait_tile(run, from_tile))
                 return;
             copy_row(run, from, to, x, dout);
             mk_cpu_signal(run, MK_COUNTER_s1_copies_done, from_tile, 1);

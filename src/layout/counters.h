@@ -1,6 +1,6 @@
 /* The counters that order the tasks of one pass on one rank. A counter belongs to a table tile (the row tile that sits in
  * a ring slot), to a weight-gradient piece or to a tile of the shared expert; it is 0 when a pass begins and only grows. A
- * task adds 1 with release when its writes are done; a task that needs the data polls with acquire until the required
+ * task adds (1, or the rows it moved) with release when its writes are done; a task that needs the data polls with acquire until the required
  * count is there. Who needs what is in layout/depend.h.
  *
  * X(space, counter, writer, reader, required count) */
@@ -8,7 +8,7 @@
 #define MK_LAYOUT_COUNTERS_H
 
 #define MK_COUNTER_LIST(X)                                                                                             \
-    X(TILE, s1_tiles_arrived, "s1_dispatch: the rows are in the ring", "s2_gate_up, s4_down_bwd, copying s1_dispatch", "1") \
+    X(TILE, s1_rows_arrived, "s1_dispatch: rows are in the ring", "s2_gate_up, s4_down_bwd, copying s1_dispatch", "valid rows of the tile") \
     X(TILE, s1_copies_done, "s1_dispatch: a row elsewhere was copied from here", "s1_dispatch into the slot", "copies_out[tile]") \
     X(TILE, s2_tasks_done, "s2_gate_up: h, gate, up of some columns", "s4_down, s4_down_bwd, s1_dispatch into the slot", "grid.gate_up") \
     X(TILE, s4_tasks_done, "s4_down: y of some columns is pushed", "s2_gate_up into the slot", "grid.down")            \

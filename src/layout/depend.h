@@ -49,8 +49,14 @@ MK_FN void mk_dispatch_needs(const mk_walk *w, const mk_table *t, int64_t old, m
     mk_need_add(needs, n, MK_COUNTER_wgrad_tasks_done, t->piece_of_tile[old], t->piece_of_tile[old] + 1, w->grid.wgrad);
 }
 
+/* A tile's rows have all arrived. */
+MK_FN void mk_need_rows(const mk_table *t, int64_t experts_count, int64_t tile, mk_need *needs, int *n)
+{
+    mk_need_add(needs, n, MK_COUNTER_s1_rows_arrived, tile, tile + 1, mk_valid_rows(t, mk_expert_of_tile(t, experts_count, tile), tile));
+}
+
 /* Fills at most MK_MAX_NEEDS needs; returns their number. A dispatch also waits, row by row, for the tiles it copies from. */
-MK_FN int mk_task_needs(const mk_walk *w, const mk_table *t, int64_t ring_tiles, mk_task task, mk_need *needs)
+MK_FN int mk_task_needs(const mk_walk *w, const mk_table *t, const mk_dims *d, mk_task task, mk_need *needs)
 {
     const mk_grid *g = &w->grid;
     int n = 0;
@@ -67,13 +73,13 @@ MK_FN int mk_task_needs(const mk_walk *w, const mk_table *t, int64_t ring_tiles,
         mk_need_add(needs, &n, MK_COUNTER_shared_s4_bwd_tasks_done, 0, w->shared_tiles, g->shared_dgrad_down);
         break;
     case MK_TASK_DISPATCH:
-        old = mk_tile_before(w, ring_tiles, tile);
+        old = mk_tile_before(w, d->ring_tiles, tile);
         if (old >= 0)
             mk_dispatch_needs(w, t, old, needs, &n);
         break;
     case MK_TASK_GATE_UP:
-        mk_need_add(needs, &n, MK_COUNTER_s1_tiles_arrived, tile, tile + 1, 1);
-        old = mk_tile_before(w, ring_tiles, tile);
+        mk_need_rows(t, d->experts_count, tile, needs, &n);
+        old = mk_tile_before(w, d->ring_tiles, tile);
         if (old >= 0 && w->pass == MK_PASS_FORWARD) /* h of the slot's old tile has been read */
             mk_need_add(needs, &n, MK_COUNTER_s4_tasks_done, old, old + 1, g->down);
         break;
@@ -81,7 +87,7 @@ MK_FN int mk_task_needs(const mk_walk *w, const mk_table *t, int64_t ring_tiles,
         mk_need_add(needs, &n, MK_COUNTER_s2_tasks_done, tile, tile + 1, g->gate_up);
         break;
     case MK_TASK_DGRAD_DOWN:
-        mk_need_add(needs, &n, MK_COUNTER_s1_tiles_arrived, tile, tile + 1, 1);
+        mk_need_rows(t, d->experts_count, tile, needs, &n);
         mk_need_add(needs, &n, MK_COUNTER_s2_tasks_done, tile, tile + 1, mk_is_replayed(w, tile) ? g->gate_up : 0);
         break;
     case MK_TASK_DGRAD_GATE_UP:
@@ -99,13 +105,13 @@ MK_FN int mk_task_needs(const mk_walk *w, const mk_table *t, int64_t ring_tiles,
     return n;
 }
 
-/* The counter that a finished task raises by one, at index task.tile; -1: none. */
+/* The counter that a finished task raises at index task.tile, by one (a dispatch: by the rows it moved); -1: none. */
 MK_FN int mk_task_counter(mk_task_kind kind)
 {
     switch (kind) {
     case MK_TASK_SHARED_GATE_UP: return MK_COUNTER_shared_s2_tasks_done;
     case MK_TASK_SHARED_DGRAD_DOWN: return MK_COUNTER_shared_s4_bwd_tasks_done;
-    case MK_TASK_DISPATCH: return MK_COUNTER_s1_tiles_arrived;
+    case MK_TASK_DISPATCH: return MK_COUNTER_s1_rows_arrived;
     case MK_TASK_GATE_UP: return MK_COUNTER_s2_tasks_done;
     case MK_TASK_DOWN: return MK_COUNTER_s4_tasks_done;
     case MK_TASK_DGRAD_DOWN: return MK_COUNTER_s4_bwd_tasks_done;

@@ -12,6 +12,7 @@
 
 #include "layout/counters.h"
 #include "layout/dims.h"
+#include "layout/fault.h"
 #include "layout/table.h"
 #include "mok.h"
 
@@ -62,6 +63,7 @@ typedef struct mk_call_head {
     X(LOCAL, wgrad_partial, 4, 3 * (d)->hidden * (d)->intermediate)         /* fp32 sums of the one expert that is cut */   \
     X(LOCAL, counters, 4, MK_NUM_TILE_COUNTERS * (d)->capacity_tiles + MK_MAX_PIECES(d) +                                   \
                           MK_NUM_SHARED_COUNTERS * MK_SHARED_TILES(d))      /* layout/counters.h, in its order */           \
+    X(LOCAL, device_state, sizeof(mk_device_state), 1)                      /* layout/fault.h; cuda only */                \
     X(LOCAL, token_last_row, 4, (d)->max_tokens * (d)->num_ranks)           /* [N] int32: s0's search for rows to copy */   \
     X(LOCAL, expert_cursor, 8, (d)->experts_count)                          /* [El] int64: s0 */                            \
     X(SCHEDULE, schedule_head, sizeof(mk_schedule_head), 1)                                                                 \

@@ -1,0 +1,38 @@
+/* What a device found wrong, so that the host can say it in a sentence. Written once per call by the first to see it; every rank sees the same
+ * heads and ids, so every rank holds the same record. */
+#ifndef MK_LAYOUT_FAULT_H
+#define MK_LAYOUT_FAULT_H
+
+#include <stdint.h>
+
+typedef enum mk_fault_kind {
+    MK_FAULT_NONE = 0,
+    MK_FAULT_BAD_ID,      /* rank, value[0..3] = token, k, id, E */
+    MK_FAULT_REFUSED,     /* rank; its sentence is in its call head */
+    MK_FAULT_MISMATCH,    /* rank: its call head differs from rank 0's */
+    MK_FAULT_STALE,       /* schedule or context memory is not of this configuration or routing; value[0] = 0 schedule, 1 context */
+    MK_FAULT_TIMEOUT      /* a wait ran out: rank = whom for, value[0..2] = seen, expected, counter or -1 for an epoch */
+} mk_fault_kind;
+
+typedef struct mk_fault {
+    int32_t kind;         /* mk_fault_kind; the other fields are complete once it is not NONE */
+    int32_t operation;    /* mk_operation */
+    int32_t rank;
+    int32_t reserved;
+    uint64_t layer, call;
+    int64_t value[4];
+} mk_fault;
+
+/* Device state of a workspace: what must live and advance on the device, so that captured graphs can be replayed. */
+typedef struct mk_device_state {
+    uint64_t epoch;       /* barriers so far */
+    uint64_t calls;       /* collective calls so far */
+    uint64_t schedules;   /* of these, schedules */
+    uint32_t skip;        /* this call's data stages do nothing */
+    uint32_t tickets[7];  /* of the launches of one pass; zeroed when a call opens */
+    int64_t rows_pulled, rows_pulled_peer, rows_copied; /* counted by s1, ever growing */
+    int64_t bytes_pushed_peer;                          /* counted by s5 */
+    mk_fault fault;       /* of this or an earlier call; the host takes it */
+} mk_device_state;
+
+#endif
