@@ -42,10 +42,11 @@ template <class Tile> struct TaskReader {
         wait_mbar_cluster(smem_addr(&s.task_full[at.slot]), at.parity, "gemm: next task");
         return load(&s.task[at.slot]);
     }
-    /* By one thread for each reader, when its threads have all read the task. */
+    /* By one thread for each reader, when its threads have all read the task. They read shared memory only, and the arrive does
+     * not overtake that; release at cluster scope would also wait for the last tile's stores to memory. */
     MK_MEMBER void release(GemmShared<Tile> &s)
     {
-        mbar_arrive_remote_release_cluster(cluster_addr(smem_addr(&s.task_empty[at.slot]), 0));
+        mbar_arrive_remote_release_cta(cluster_addr(smem_addr(&s.task_empty[at.slot]), 0));
     }
 };
 
