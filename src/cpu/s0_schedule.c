@@ -164,7 +164,7 @@ mok_status mk_cpu_s0_schedule(mok_workspace *w, const mk_call *call)
     MK_TRY(check_ids(&s));
 
     int64_t *cursor = (int64_t *)(void *)(w->local + w->memory.expert_cursor);
-    int32_t *last = (int32_t *)(void *)(w->local + w->memory.token_last_row);
+    int32_t *last = (int32_t *)(void *)(w->local + w->memory.route_rows);
     mk_schedule_head *h = s.t.head;
     *h = (mk_schedule_head){.fingerprint = w->fingerprint, .number = s.number, .num_tokens = a->num_tokens, .tokens_global = s.num_global};
     if (id_bytes)

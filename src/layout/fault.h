@@ -32,6 +32,7 @@ typedef struct mk_device_state {
     uint32_t tickets[7];  /* of the launches of one pass; zeroed when a call opens */
     int64_t rows_pulled, rows_pulled_peer, rows_copied; /* counted by s1, ever growing */
     int64_t bytes_pushed_peer;                          /* counted by s5 */
+    uint64_t first_bad_id; /* s0: smallest (rank, route) with an id out of range; ~0: none */
     mk_fault fault;       /* of this or an earlier call; the host takes it */
 } mk_device_state;
 

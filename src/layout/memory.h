@@ -16,7 +16,7 @@
 #include "layout/table.h"
 #include "mok.h"
 
-enum { MK_BUFFER_ALIGN = 256, MK_EPOCH_BYTES = 128, MK_CALL_PARITIES = 2 };
+enum { MK_BUFFER_ALIGN = 256, MK_EPOCH_BYTES = 128, MK_CALL_PARITIES = 2, MK_SCHEDULE_CHUNKS = 1024 };
 
 /* What a rank tells the others about its call, at the call's first barrier. Double-buffered by the call's parity. */
 typedef struct mk_call_head {
@@ -64,8 +64,9 @@ typedef struct mk_call_head {
     X(LOCAL, counters, 4, MK_NUM_TILE_COUNTERS * (d)->capacity_tiles + MK_MAX_PIECES(d) +                                   \
                           MK_NUM_SHARED_COUNTERS * MK_SHARED_TILES(d))      /* layout/counters.h, in its order */           \
     X(LOCAL, device_state, sizeof(mk_device_state), 1)                      /* layout/fault.h; cuda only */                \
-    X(LOCAL, token_last_row, 4, (d)->max_tokens * (d)->num_ranks)           /* [N] int32: s0's search for rows to copy */   \
+    X(LOCAL, route_rows, 4, (d)->max_tokens * (d)->num_ranks * (d)->topk)   /* [N, K] int32: s0, table row of a route */    \
     X(LOCAL, expert_cursor, 8, (d)->experts_count)                          /* [El] int64: s0 */                            \
+    X(LOCAL, chunk_counts, 4, MK_SCHEDULE_CHUNKS * (d)->experts_count)      /* [chunks, El] int32: s0 on cuda */            \
     X(SCHEDULE, schedule_head, sizeof(mk_schedule_head), 1)                                                                 \
     X(SCHEDULE, token_first, 8, (d)->num_ranks + 1)              /* [P+1] int64: global id of each rank's first token */    \
     X(SCHEDULE, own_ids, 4, MK_SLOTS(d))                         /* [T, K] int32: this rank's routes, for the reduce */     \

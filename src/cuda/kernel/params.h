@@ -1,0 +1,103 @@
+/* What the host hands to kernels: plain C structs, passed by value, compiled by gcc, g++ and nvcc. Pointers are device pointers.
+ *
+ * The kernels (extern "C", src/cuda/kernel/staged.cu), in the order in which a call launches them:
+ *
+ *   kernel                  params            grid x block                   what it does
+ *   mok_call_open           mk_open_params    1 x 128                        advances calls, clears tickets, writes the call head
+ *   mok_publish             mk_publish_params any x 256                      inputs into this rank's heap
+ *   mok_rank_barrier        mk_rank_params    1 x 128                        epoch barrier over GPUs (not for virtual ranks)
+ *   mok_call_check          mk_open_params    1 x 128                        compares all heads; on trouble sets fault and skip
+ *   mok_s0_count            mk_s0_params      MK_SCHEDULE_CHUNKS/8 x 256     per chunk and expert: rows; finds bad ids
+ *   mok_s0_scan             mk_s0_params      El (at least 1) x 256          chunk counts -> cursors; rows of each expert
+ *   mok_s0_segments         mk_s0_params      1 x 256                        segments, pieces, head
+ *   mok_s0_place            mk_s0_params      MK_SCHEDULE_CHUNKS/8 x 256     the row table
+ *   mok_s0_copies           mk_s0_params      any x 256                      which rows are copied
+ *   mok_s1_dispatch         mk_dispatch_params any x 32, MK_DISPATCH_SHARED bytes of shared memory; one minibatch
+ *   mok_s2_gate_up_wide     mk_gemm_params    clusters of 2 x 384            gate/up and SwiGLU, one minibatch (or the shared expert)
+ *   mok_s2_gate_up_narrow   the same, other tile
+ *   mok_s4_down_wide, mok_s4_down_narrow  mk_gemm_params                     down and push, one minibatch (or the shared expert)
+ *   mok_s5_combine          mk_combine_params any x 256                      the weighted sum
+ *
+ * Every kernel after mok_call_check returns at once if the call is to be skipped. All take the live sizes from the device; grids
+ * and launches cover the capacity. */
+#ifndef MK_CUDA_KERNEL_PARAMS_H
+#define MK_CUDA_KERNEL_PARAMS_H
+
+#include "cuda/arch/tensor_map.h"
+#include "layout/memory.h"
+
+enum { MK_DISPATCH_SHARED = 16384 + 64 }; /* one slot for a piece of a row, and its mbarrier */
+enum { MK_DISPATCH_PIECE = 16384 };       /* bytes of the slot; longer rows travel in pieces */
+
+/* One rank's layer, constant for the life of a workspace. */
+typedef struct mk_rank_params {
+    mk_dims dims;
+    mk_memory memory;
+    char *heap, *local;        /* this rank's */
+    char *const *heaps;        /* [P], in device memory */
+    uint64_t fingerprint;
+    uint64_t timeout_ns;       /* of a wait for another rank */
+    float swiglu_limit;        /* infinity: none */
+    int32_t router_bf16;       /* router weights come in bf16 */
+    int32_t shared_gate;
+} mk_rank_params;
+
+typedef struct mk_open_params {
+    mk_rank_params rank;
+    void *schedule;            /* schedule memory (mok_schedule: to be filled) */
+    const void *context;       /* backward: context memory; else NULL */
+    uint64_t layer;
+    int64_t num_tokens;
+    int32_t operation, parts;
+    int32_t status;            /* MOK_OK, or this rank refuses with: */
+    char sentence[460];
+} mk_open_params;
+
+typedef struct mk_publish_params {
+    mk_rank_params rank;
+    int64_t num_tokens;
+    const int32_t *expert_ids;  /* [T, K] or NULL; every pointer may be NULL: nothing of that kind */
+    const void *x, *dout;       /* [T, H] bf16, 16-byte aligned */
+    const void *router_weights; /* [T, K] fp32 or bf16 */
+} mk_publish_params;
+
+typedef struct mk_s0_params {
+    mk_rank_params rank;
+    void *schedule;
+    int64_t num_tokens;
+    const int32_t *expert_ids;                  /* [T, K], kept in the schedule for the reduce */
+    int64_t *tokens_local, *tokens_global;      /* [E] or NULL */
+} mk_s0_params;
+
+typedef struct mk_dispatch_params {
+    mk_rank_params rank;
+    void *schedule;
+    int32_t step;              /* minibatch, in the order of the forward's walk: 0 is the table's last */
+} mk_dispatch_params;
+
+/* Gate/up: num_cols = I (columns of h), b_low = gate rows, b_high = up rows of the weights.
+ * Down: num_cols = H, b_low = b_high = the weights, b_high_row = half of the tile's columns. */
+typedef struct mk_gemm_params {
+    mk_tensor_map a;           /* routed: the ring buffer [ring, K]; shared: [T, K]; box mk_tensor_operand(…, tile rows / 2) */
+    mk_tensor_map b_low, b_high; /* [El, N, K] (shared: [1, N, K]); box rows: half of the tile's columns */
+    mk_rank_params rank;
+    void *schedule;
+    void *context;             /* saved gate/up go there; NULL: nowhere */
+    int64_t num_tokens;        /* shared expert: its rows */
+    int32_t shared;            /* the shared expert's rows instead of the table's */
+    int32_t step;              /* minibatch of the forward's walk */
+    int32_t ticket;            /* which of the state's tickets this launch draws; it leaves it at 0 */
+    int32_t num_cols, num_k_blocks, b_high_row;
+} mk_gemm_params;
+
+typedef struct mk_combine_params {
+    mk_rank_params rank;
+    const void *schedule;
+    void *context;             /* its head is written; NULL: none */
+    const void *x;             /* for the shared expert's gate */
+    const void *shared_output_gate; /* [H] bf16 or NULL */
+    void *out;                 /* [T, H] bf16 */
+    int64_t num_tokens;
+} mk_combine_params;
+
+#endif
