@@ -73,6 +73,7 @@ typedef struct mk_dispatch_params {
     mk_rank_params rank;
     void *schedule;
     int32_t step;              /* minibatch, in the order of the forward's walk: 0 is the table's last */
+    int32_t ticket;            /* as in mk_gemm_params: launches of both kinds alternate together */
 } mk_dispatch_params;
 
 /* Gate/up: num_cols = I (columns of h), b_low = gate rows, b_high = up rows of the weights.
@@ -86,7 +87,7 @@ typedef struct mk_gemm_params {
     int64_t num_tokens;        /* shared expert: its rows */
     int32_t shared;            /* the shared expert's rows instead of the table's */
     int32_t step;              /* minibatch of the forward's walk */
-    int32_t ticket;            /* which of the state's tickets this launch draws; it leaves it at 0 */
+    int32_t ticket;            /* 0 or 1, alternating: draws tickets[ticket], clears the other for the launch after it */
     int32_t num_cols, num_k_blocks, b_high_row;
 } mk_gemm_params;
 
