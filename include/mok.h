@@ -410,6 +410,16 @@ typedef struct mok_backend_info {
 /* index 0, 1, …; MOK_E_ARG past the last. */
 MOK_API mok_status mok_backend_query(int32_t index, mok_backend_info *out);
 
+/* ---------------------------------------------------------------------------------------------------------------------
+ * Experimental: define MOK_EXPERIMENTAL before including this header. What stands here may change or go in any version.
+ * ------------------------------------------------------------------------------------------------------------------ */
+#ifdef MOK_EXPERIMENTAL
+/* The cpu backend's matrix product by itself, for benchmarks: c = a b^T with a [M, K] and b [N, K] bf16, c [M, N] fp32, all dense.
+ * Every element is one chain of fused multiply-adds, k ascending. Runs in the calling thread; any number may call at once. Sizes from 0
+ * to 2^20; K = 0 gives zeros. MOK_E_ARG, or MOK_E_MEMORY (about half a MiB of scratch is had per call). */
+MOK_API mok_status mok_cpu_gemm(int64_t M, int64_t N, int64_t K, const void *a_bf16, const void *b_bf16, float *c);
+#endif
+
 #ifdef __cplusplus
 }
 #endif

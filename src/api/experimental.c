@@ -1,0 +1,22 @@
+/* The experimental part of mok.h. */
+#define MOK_EXPERIMENTAL
+#include <stdlib.h>
+
+#include "base/error.h"
+#include "cpu/gemm.h"
+
+mok_status mok_cpu_gemm(int64_t M, int64_t N, int64_t K, const void *a_bf16, const void *b_bf16, float *c)
+{
+    const int64_t most = 1 << 20;
+    if (M < 0 || N < 0 || K < 0 || M > most || N > most || K > most)
+        return mk_fail(MOK_E_ARG, "M is %lld, N is %lld, K is %lld: each must be from 0 to %lld", (long long)M, (long long)N, (long long)K,
+                       (long long)most);
+    if ((!a_bf16 && M && K) || (!b_bf16 && N && K) || (!c && M && N))
+        return mk_fail(MOK_E_ARG, "%s is NULL", !c && M && N ? "c" : !a_bf16 && M && K ? "a_bf16" : "b_bf16");
+    void *scratch = malloc(mk_gemm_scratch_bytes());
+    if (!scratch)
+        return mk_fail(MOK_E_MEMORY, "no memory for %zu bytes of scratch", mk_gemm_scratch_bytes());
+    mk_gemm_bf16(M, N, K, (mk_gemm_operand){a_bf16, K, 1}, (mk_gemm_operand){b_bf16, K, 1}, c, N, false, scratch);
+    free(scratch);
+    return MOK_OK;
+}
