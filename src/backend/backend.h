@@ -2,12 +2,11 @@
 #ifndef MK_BACKEND_H
 #define MK_BACKEND_H
 
+#include "backend/operation.h"
 #include "layout/config.h"
 #include "layout/memory.h"
 #include "mok.h"
 #include "peer/group.h"
-
-typedef enum mk_operation { MK_OP_SCHEDULE = 1, MK_OP_FORWARD, MK_OP_RECOMPUTE, MK_OP_BACKWARD } mk_operation;
 
 /* One collective call, its arguments checked. The member that belongs to the operation is filled (recompute: forward). */
 typedef struct mk_call {

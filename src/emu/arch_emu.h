@@ -12,6 +12,7 @@
 #define MK_KERNEL(threads) static void
 #define MK_KERNEL_PARAM const
 #define MK_UNROLL
+#define MK_ENTRY
 
 namespace emu {
 void memory_read(const void *p, void *out, size_t bytes);
@@ -48,6 +49,7 @@ uint32_t shuffle(uint32_t value, uint32_t source_lane);
 uint32_t shuffle_xor(uint32_t value, uint32_t mask);
 float shuffle_xor(float value, uint32_t mask);
 uint32_t ballot(bool vote);
+uint32_t match_any(uint32_t value);
 bool elect_one();
 
 void barrier_block_sync();
@@ -102,6 +104,9 @@ void flag_add_release_gpu(uint32_t *p, uint32_t v);
 void flag_add_release_sys(uint32_t *p, uint32_t v);
 uint32_t ticket_take_relaxed_gpu(uint32_t *p, uint32_t n);
 uint32_t ticket_take_acq_rel_gpu(uint32_t *p, uint32_t n);
+void counter_add_relaxed_gpu(uint32_t *p, uint32_t v);
+void counter_add_relaxed_gpu(uint64_t *p, uint64_t v);
+void min_relaxed_gpu(uint64_t *p, uint64_t v);
 
 template <int N> void registers_raise() { static_assert(N % 8 == 0 && N >= 24 && N <= 256, "setmaxnreg"); emu::registers_set(N, true); }
 template <int N> void registers_lower() { static_assert(N % 8 == 0 && N >= 24 && N <= 256, "setmaxnreg"); emu::registers_set(N, false); }
@@ -110,11 +115,13 @@ uint64_t time_ns();
 void sleep_ns(uint32_t ns);
 void trap();
 void note_wait(const char *what);
+void note_written(const void *p, uint64_t bytes);
 
 MK_DEVICE uint32_t pack_bf16(float low, float high) { return emu::float_to_bf16(low) | (uint32_t)emu::float_to_bf16(high) << 16; }
 MK_DEVICE float fused_multiply_add(float a, float b, float c) { return fmaf(a, b, c); }
 MK_DEVICE float exp2_approx(float x) { return exp2f(x); }
 MK_DEVICE float reciprocal_approx(float x) { return 1.0f / x; }
+MK_DEVICE uint32_t population_count(uint32_t x) { return (uint32_t)__builtin_popcount(x); }
 MK_DEVICE float bits_to_float(uint32_t bits) { float f; memcpy(&f, &bits, sizeof f); return f; }
 
 void wgmma_fence();

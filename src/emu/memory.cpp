@@ -52,6 +52,13 @@ bool Machine::is_written(const void *p, size_t bytes) const
     return a && !memchr(a->written.data() + (static_cast<const uint8_t *>(p) - a->base), 0, bytes);
 }
 
+/* For the namespace mk's note_written: the running machine's memory. */
+void mark_written(const void *p, size_t bytes)
+{
+    if (Allocation *a = bytes ? find_in(*machine, p, bytes) : nullptr)
+        memset(a->written.data() + (static_cast<const uint8_t *>(p) - a->base), 1, bytes);
+}
+
 Allocation *find_allocation(const void *p, size_t bytes) { return find_in(*machine, p, bytes); }
 
 Allocation &require_allocation(const void *p, size_t bytes, const char *what)
@@ -317,5 +324,16 @@ void flag_add_release_gpu(uint32_t *p, uint32_t v) { flag_add(p, v); }
 void flag_add_release_sys(uint32_t *p, uint32_t v) { flag_add(p, v); }
 uint32_t ticket_take_relaxed_gpu(uint32_t *p, uint32_t n) { return flag_add(p, n); }
 uint32_t ticket_take_acq_rel_gpu(uint32_t *p, uint32_t n) { return flag_add(p, n); }
+void note_written(const void *p, uint64_t bytes) { emu::mark_written(p, bytes); }
+void counter_add_relaxed_gpu(uint32_t *p, uint32_t v) { flag_add(p, v); }
+void counter_add_relaxed_gpu(uint64_t *p, uint64_t v) { flag_add(p, v); }
+void min_relaxed_gpu(uint64_t *p, uint64_t v)
+{
+    uint64_t old;
+    memory_read(p, &old, sizeof old);
+    self->budget += 2; /* no step in between: the operation is atomic */
+    if (v < old)
+        memory_write(p, &v, sizeof v);
+}
 
 } /* namespace mk */

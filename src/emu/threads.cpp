@@ -54,19 +54,24 @@ static bool cluster_opened(Thread &t) { return t.cta->cluster->barrier_generatio
 
 /* ---- registers ---- */
 
-static bool registers_set_done(Thread &t)
+static bool registers_set_done(Thread &t) { return t.cta->warpgroups[t.idx / 128].registers_generation != t.wait_value; }
+
+/* Grants every request that is complete and fits. */
+static void grant_registers(Cta &cta)
 {
-    Cta &cta = *t.cta;
-    Warpgroup &w = cta.warpgroups[t.idx / 128];
-    if (w.registers_generation != t.wait_value)
-        return true;
-    if (w.registers_arrived != 128 || (w.registers_wanted > w.registers && w.registers_wanted - w.registers > cta.free_registers))
-        return false;
-    cta.free_registers = (uint32_t)((int)cta.free_registers + (int)w.registers - (int)w.registers_wanted);
-    w.registers = w.registers_wanted;
-    w.registers_arrived = 0;
-    w.registers_generation++;
-    return true;
+    for (bool again = true; again;) {
+        again = false;
+        for (Warpgroup &w : cta.warpgroups) {
+            if (w.registers_arrived != 128 || w.registers_wanted > w.registers + cta.free_registers)
+                continue;
+            cta.free_registers = cta.free_registers + w.registers - w.registers_wanted;
+            w.registers = w.registers_wanted;
+            w.registers_arrived = 0;
+            w.registers_generation++;
+            wake(w.register_waiters);
+            again = true;
+        }
+    }
 }
 
 void registers_set(int per_thread, bool raise)
@@ -77,12 +82,11 @@ void registers_set(int per_thread, bool raise)
         fail("setmaxnreg %s to %d from %u registers", raise ? "raises" : "lowers", per_thread, w.registers);
     if (w.registers_arrived && (int)w.registers_wanted != per_thread)
         fail("the warps of a warpgroup ask for %d and for %u registers", per_thread, w.registers_wanted);
+    const uint64_t generation = w.registers_generation;
     w.registers_wanted = (uint32_t)per_thread;
     w.registers_arrived++;
-    const uint64_t generation = w.registers_generation;
+    grant_registers(*self->cta);
     block(w.register_waiters, registers_set_done, "registers", &w, generation);
-    for (Warpgroup &other : self->cta->warpgroups)
-        wake(other.register_waiters);
 }
 
 } /* namespace emu */
@@ -124,6 +128,21 @@ float shuffle_xor(float value, uint32_t mask)
     uint32_t bits;
     memcpy(&bits, &value, 4);
     return bits_to_float(shuffle_xor(bits, mask));
+}
+
+uint32_t match_any(uint32_t value)
+{
+    step();
+    Warp &warp = own_warp();
+    warp.in[self->lane()] = value;
+    warp_rendezvous("match_any", [](Warp &w) {
+        for (int i = 0; i < 32; i++) {
+            w.out[i] = 0;
+            for (int j = 0; j < 32; j++)
+                w.out[i] |= (uint64_t)(w.members >> j & 1 && w.in[j] == w.in[i]) << j;
+        }
+    });
+    return (uint32_t)warp.out[self->lane()];
 }
 
 uint32_t ballot(bool vote)

@@ -6,6 +6,10 @@
 #include "layout/memory.h"
 #include "mok.h"
 
+#ifdef __cplusplus
+extern "C" {
+#endif
+
 /* The machine, as far as the choice of a minibatch depends on it. */
 typedef struct mk_machine {
     int32_t num_sms, tile_rows, tile_cols;
@@ -34,5 +38,9 @@ const char *mk_config_difference(const mok_config *a, const mok_config *b, doubl
 
 /* A number that is equal exactly if the fields that must agree are (as far as 64 bits can tell). */
 uint64_t mk_config_fingerprint(const mok_config *cfg, int32_t num_ranks);
+
+#ifdef __cplusplus
+}
+#endif
 
 #endif

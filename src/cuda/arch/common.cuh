@@ -8,6 +8,8 @@
 #define MK_KERNEL(threads) __global__ void __launch_bounds__(threads, 1)
 #define MK_KERNEL_PARAM const __grid_constant__
 #define MK_UNROLL _Pragma("unroll")
+/* Kernels that the host finds by name. */
+#define MK_ENTRY extern "C"
 
 namespace mk {
 
@@ -46,6 +48,8 @@ MK_DEVICE uint32_t shuffle(uint32_t value, uint32_t source_lane) { return __shfl
 MK_DEVICE uint32_t shuffle_xor(uint32_t value, uint32_t mask) { return __shfl_xor_sync(0xffffffffu, value, (int)mask); }
 MK_DEVICE float shuffle_xor(float value, uint32_t mask) { return __shfl_xor_sync(0xffffffffu, value, (int)mask); }
 MK_DEVICE uint32_t ballot(bool vote) { return __ballot_sync(0xffffffffu, vote); }
+/* The lanes whose value equals this lane's. */
+MK_DEVICE uint32_t match_any(uint32_t value) { return __match_any_sync(0xffffffffu, value); }
 /* True in exactly one lane of a converged warp. */
 MK_DEVICE bool elect_one()
 {
@@ -145,6 +149,11 @@ MK_DEVICE void flag_add_release_sys(uint32_t *p, uint32_t v) { asm volatile("red
 MK_DEVICE uint32_t ticket_take_relaxed_gpu(uint32_t *p, uint32_t n) { uint32_t v; asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(v) : "l"(p), "r"(n) : "memory"); return v; }
 MK_DEVICE uint32_t ticket_take_acq_rel_gpu(uint32_t *p, uint32_t n) { uint32_t v; asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(v) : "l"(p), "r"(n) : "memory"); return v; }
 
+/* Counts and minima whose readers come in a later launch. */
+MK_DEVICE void counter_add_relaxed_gpu(uint32_t *p, uint32_t v) { asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" :: "l"(p), "r"(v) : "memory"); }
+MK_DEVICE void counter_add_relaxed_gpu(uint64_t *p, uint64_t v) { asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" :: "l"(p), "l"(v) : "memory"); }
+MK_DEVICE void min_relaxed_gpu(uint64_t *p, uint64_t v) { asm volatile("red.relaxed.gpu.global.min.u64 [%0], %1;" :: "l"(p), "l"(v) : "memory"); }
+
 /* ---- registers ---- */
 /* All warps of a warpgroup together. N is a multiple of 8 in 24..256. `raise` waits until others have given up enough. */
 template <int N> MK_DEVICE void registers_raise() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(N) : "memory"); }
@@ -156,12 +165,15 @@ MK_DEVICE void sleep_ns(uint32_t ns) { asm volatile("nanosleep.u32 %0;" :: "r"(n
 MK_DEVICE void trap() { asm volatile("trap;" ::: "memory"); }
 /* The emulator prints it beside a thread that waits for ever. */
 MK_DEVICE void note_wait(const char *) {}
+/* The emulator learns of writes by code that does not use `store` (src/layout). */
+MK_DEVICE void note_written(const void *, uint64_t) {}
 
 /* ---- arithmetic (pure: the compiler may move these) ---- */
 MK_DEVICE uint32_t pack_bf16(float low, float high) { uint32_t r; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low)); return r; }
 MK_DEVICE float fused_multiply_add(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 MK_DEVICE float exp2_approx(float x) { float r; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x)); return r; }
 MK_DEVICE float reciprocal_approx(float x) { float r; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x)); return r; }
+MK_DEVICE uint32_t population_count(uint32_t x) { return (uint32_t)__popc(x); }
 MK_DEVICE float bits_to_float(uint32_t bits) { return __uint_as_float(bits); }
 
 } /* namespace mk */

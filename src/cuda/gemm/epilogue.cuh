@@ -119,8 +119,9 @@ MK_DEVICE void swiglu_chunk(const uint32_t (&gate)[16], const uint32_t (&up)[16]
 }
 
 /* task.col counts columns of h; a tile makes Tile::cols / 2 of them. gate and up are kept too where their base is not null. */
-struct SwigluRows {
-    MatrixRows h, gate, up;
+template <class Out, class Kept> struct SwigluRows {
+    Out h;
+    Kept gate, up;
     float limit;  /* infinity: no clamp */
     template <class Tile> MK_MEMBER void operator()(const GemmTask &task, const Acc<Tile> &acc, const WarpOut &out) const
     {
@@ -154,6 +155,8 @@ struct SwigluRows {
         }
     }
 };
+
+template <class Out, class Kept> SwigluRows(Out, Kept, Kept, float) -> SwigluRows<Out, Kept>;
 
 } /* namespace mk */
 #endif

@@ -6,7 +6,8 @@
  *   mok_call_open           mk_open_params    1 x 128                        advances calls, clears tickets, writes the call head
  *   mok_publish             mk_publish_params any x 256                      inputs into this rank's heap
  *   mok_rank_barrier        mk_rank_params    1 x 128                        epoch barrier over GPUs (not for virtual ranks)
- *   mok_call_check          mk_open_params    1 x 128                        compares all heads; on trouble sets fault and skip
+ *   mok_call_check          mk_open_params    1 x 128                        compares all heads; on trouble sets fault and skip;
+ *                                                                            status != 0 (this rank refuses): skip, but no fault
  *   mok_s0_count            mk_s0_params      MK_SCHEDULE_CHUNKS/8 x 256     per chunk and expert: rows; finds bad ids
  *   mok_s0_scan             mk_s0_params      El (at least 1) x 256          chunk counts -> cursors; rows of each expert
  *   mok_s0_segments         mk_s0_params      1 x 256                        segments, pieces, head
@@ -16,18 +17,35 @@
  *   mok_s2_gate_up_wide     mk_gemm_params    clusters of 2 x 384            gate/up and SwiGLU, one minibatch (or the shared expert)
  *   mok_s2_gate_up_narrow   the same, other tile
  *   mok_s4_down_wide, mok_s4_down_narrow  mk_gemm_params                     down and push, one minibatch (or the shared expert)
- *   mok_s5_combine          mk_combine_params any x 256                      the weighted sum
+ *   mok_rank_barrier        as above: the end of forward and recompute
+ *   mok_s5_combine          mk_combine_params any x 256                      the weighted sum; the context's head
  *
- * Every kernel after mok_call_check returns at once if the call is to be skipped. All take the live sizes from the device; grids
- * and launches cover the capacity. */
+ * Recompute is the forward without mok_s4_down, and mok_s5_combine with out = NULL. A rank that refuses launches mok_call_open,
+ * mok_rank_barrier, mok_call_check and, but for a schedule, mok_rank_barrier.
+ *
+ * GEMM kernels take sizeof(GemmShared) = MK_GEMM_SHARED_WIDE or _NARROW bytes (checked in rows.cuh), the others MK_SMALL_SHARED.
+ *
+ * Every kernel after mok_call_check returns at once if the call is to be skipped, the second mok_rank_barrier included: so ranks that
+ * call different operations, one of which has a barrier less, stay in step. All take the live sizes from the device; grids and
+ * launches cover the capacity. */
 #ifndef MK_CUDA_KERNEL_PARAMS_H
 #define MK_CUDA_KERNEL_PARAMS_H
 
 #include "cuda/arch/tensor_map.h"
 #include "layout/memory.h"
 
-enum { MK_DISPATCH_SHARED = 16384 + 64 }; /* one slot for a piece of a row, and its mbarrier */
+enum { MK_SMALL_SHARED = 4096 };          /* dynamic shared memory of every kernel without a figure of its own */
+enum { MK_GEMM_SHARED_WIDE = 230400, MK_GEMM_SHARED_NARROW = 230400 };
+enum { MK_DISPATCH_SHARED = 16384 + 128 }; /* one slot for a piece of a row, and its mbarrier */
 enum { MK_DISPATCH_PIECE = 16384 };       /* bytes of the slot; longer rows travel in pieces */
+
+/* A fault as the host reads it, while kernels run: pinned host memory. Whoever writes mk_device_state.fault writes this too: the heads (of
+ * a fault that has a call head: rank 0's and fault.rank's), the record, and its kind last, with st.release.sys. The host
+ * clears both kinds when it takes the record. */
+typedef struct mk_host_fault {
+    mk_call_head zero, other;
+    mk_fault fault;
+} mk_host_fault;
 
 /* One rank's layer, constant for the life of a workspace. */
 typedef struct mk_rank_params {
@@ -35,6 +53,7 @@ typedef struct mk_rank_params {
     mk_memory memory;
     char *heap, *local;        /* this rank's */
     char *const *heaps;        /* [P], in device memory */
+    mk_host_fault *host_fault; /* may be NULL: nobody looks before the stream is idle */
     uint64_t fingerprint;
     uint64_t timeout_ns;       /* of a wait for another rank */
     float swiglu_limit;        /* infinity: none */
@@ -97,7 +116,7 @@ typedef struct mk_combine_params {
     void *context;             /* its head is written; NULL: none */
     const void *x;             /* for the shared expert's gate */
     const void *shared_output_gate; /* [H] bf16 or NULL */
-    void *out;                 /* [T, H] bf16 */
+    void *out;                 /* [T, H] bf16; NULL: only the context's head (recompute) */
     int64_t num_tokens;
 } mk_combine_params;
 

@@ -34,5 +34,19 @@ MK_DEVICE void wait_flag_at_least_gpu(const uint32_t *flag, uint32_t wanted, con
     }
 }
 
+/* Another rank's epoch in this rank's own heap; pairs with the release in rank_barrier there. Bounded: returns what was seen last, which is
+ * less than wanted if the time ran out. */
+MK_DEVICE uint64_t wait_epoch_sys(const uint64_t *word, uint64_t wanted, uint64_t timeout_ns, const char *what)
+{
+    note_wait(what);
+    const uint64_t start = time_ns();
+    uint64_t seen;
+    while ((seen = flag_load_acquire_sys(word)) < wanted && time_ns() - start < timeout_ns) {
+        sleep_ns(64);
+        note_wait(what);
+    }
+    return seen;
+}
+
 } /* namespace mk */
 #endif

@@ -1,0 +1,209 @@
+/* Where ranks meet on the device: opening a call, publishing its inputs, the rank barrier, and the verdict all ranks share.
+ * The CPU's twin is cpu/call.c; the heads and epochs are the same memory. */
+#ifndef MK_STAGE_CALL_CUH
+#define MK_STAGE_CALL_CUH
+
+#include "backend/operation.h"
+#include "cuda/stage/stage.cuh"
+#include "cuda/sync/wait.cuh"
+
+namespace mk {
+
+MK_DEVICE mk_call_head *call_head(const mk_rank_params &r, int64_t rank, uint64_t call)
+{
+    return in_peer<mk_call_head>(r, rank, r.memory.call_heads) + (call & 1);
+}
+
+MK_DEVICE void write_sentence(mk_call_head *head, const char *text, uint32_t bytes)
+{
+    for (uint32_t i = 0; i < bytes; i++)
+        store(&head->sentence[i], text[i]);
+}
+
+/* Is the memory the call got what mok_schedule (and mok_forward) left there? */
+MK_DEVICE bool call_memory_is_stale(const mk_open_params &p)
+{
+    const mk_rank_params &r = p.rank;
+    if (p.operation == MK_OP_SCHEDULE)
+        return false;
+    const mk_schedule_head *s = static_cast<const mk_schedule_head *>(p.schedule);
+    if (load(&s->magic) != MK_SCHEDULE_MAGIC || load(&s->fingerprint) != r.fingerprint || load(&s->num_tokens) != p.num_tokens)
+        return true;
+    const mk_context_head *c = static_cast<const mk_context_head *>(p.context);
+    return c && (load(&c->magic) != MK_CONTEXT_MAGIC || load(&c->fingerprint) != r.fingerprint || load(&c->schedule_number) != load(&s->number));
+}
+
+/* One thread. The head's place was last used two calls ago, whose readers have passed the last call's first barrier. */
+MK_DEVICE void open_call(const mk_open_params &p)
+{
+    static const char stale[] = "schedule or context memory was not filled by this configuration, or for other tokens or routes";
+    mk_device_state *state = device_state(p.rank);
+    const uint64_t call = load(&state->calls) + 1;
+    mk_call_head *head = call_head(p.rank, p.rank.dims.rank, call);
+    uint64_t schedule_number = load(&state->schedules);
+    int32_t status = p.status;
+    store(&state->calls, call);
+    store(&state->skip, 0u);
+    store(&state->tickets[0], 0u);
+    store(&state->tickets[1], 0u);
+    store(&state->first_bad_id, ~(uint64_t)0);
+    if (p.operation == MK_OP_SCHEDULE) {
+        store(&state->schedules, ++schedule_number);
+        if (status == 0)
+            store(&static_cast<mk_schedule_head *>(p.schedule)->magic, (uint64_t)0);
+    } else if (status == 0 && call_memory_is_stale(p)) {
+        status = 5; /* MOK_E_STATE */
+        write_sentence(head, stale, sizeof stale);
+    } else if (status == 0) {
+        schedule_number = load(&static_cast<const mk_schedule_head *>(p.schedule)->number);
+    }
+    if (p.status != 0)
+        write_sentence(head, p.sentence, sizeof p.sentence);
+    store(&head->sequence, call);
+    store(&head->layer, p.layer);
+    store(&head->schedule_number, schedule_number);
+    store(&head->num_tokens, p.num_tokens);
+    store(&head->operation, p.operation);
+    store(&head->parts, p.parts);
+    store(&head->status, status);
+}
+
+/* ---- publish ---- */
+
+MK_DEVICE void copy_bytes_16(void *to, const void *from, int64_t bytes, int64_t thread, int64_t num_threads)
+{
+    for (int64_t i = thread; i < bytes / 16; i += num_threads)
+        store(static_cast<Vec4 *>(to) + i, load(static_cast<const Vec4 *>(from) + i));
+}
+
+/* All threads of the grid. H is a multiple of 64, so rows are whole 16-byte pieces. */
+MK_DEVICE void publish(const mk_publish_params &p, int64_t thread, int64_t num_threads)
+{
+    const mk_rank_params &r = p.rank;
+    const int64_t routes = p.num_tokens * r.dims.topk, row_bytes = 2 * r.dims.hidden;
+    if (p.x)
+        copy_bytes_16(in_heap<void>(r, r.memory.x), p.x, p.num_tokens * row_bytes, thread, num_threads);
+    if (p.dout)
+        copy_bytes_16(in_heap<void>(r, r.memory.dout), p.dout, p.num_tokens * row_bytes, thread, num_threads);
+    if (p.expert_ids) { /* double-buffered by the schedule's parity; mok_call_open has counted this one */
+        int32_t *to = in_heap<int32_t>(r, r.memory.expert_ids) + (int64_t)(load(&device_state(r)->schedules) & 1) * MK_SLOTS(&r.dims);
+        for (int64_t i = thread; i < routes; i += num_threads)
+            store(&to[i], load(&p.expert_ids[i]));
+    }
+    float *weights = in_heap<float>(r, r.memory.router_weights);
+    for (int64_t i = thread; i < routes && p.router_weights; i += num_threads)
+        store(&weights[i], r.router_bf16 ? bf16_to_float(load(static_cast<const bf16 *>(p.router_weights) + i))
+                                         : load(static_cast<const float *>(p.router_weights) + i));
+}
+
+/* ---- the rank barrier: ranks on GPUs of their own ---- */
+
+MK_DEVICE void fault_set(const mk_rank_params &r, int32_t kind, int32_t rank, const mk_call_head *head, int64_t v0, int64_t v1, int64_t v2, int64_t v3)
+{
+    mk_device_state *state = device_state(r);
+    store(&state->skip, 1u);
+    if (load(&state->fault.kind) != MK_FAULT_NONE)
+        return; /* the host has not taken the first one yet */
+    mk_fault *f = &state->fault;
+    store(&f->operation, head ? load(&head->operation) : 0);
+    store(&f->layer, head ? load(&head->layer) : 0);
+    store(&f->rank, rank);
+    store(&f->call, load(&state->calls));
+    store(&f->value[0], v0);
+    store(&f->value[1], v1);
+    store(&f->value[2], v2);
+    store(&f->value[3], v3);
+    store(&f->kind, kind);
+}
+
+/* 128 threads, one block. What this stream's earlier kernels wrote, peers' memory included, is complete. Release: publishes it to
+ * rank i, whose acquire in the same place meets it; only own memory is polled. */
+MK_DEVICE void rank_barrier(const mk_rank_params &r)
+{
+    mk_device_state *state = device_state(r);
+    const uint64_t epoch = load(&state->epoch) + 1;
+    for (int64_t i = thread_idx(); i < r.dims.num_ranks; i += 128)
+        flag_store_release_sys(in_peer<uint64_t>(r, i, r.memory.epochs + (int64_t)r.dims.rank * MK_EPOCH_BYTES), epoch);
+    for (int64_t i = thread_idx(); i < r.dims.num_ranks; i += 128) {
+        const uint64_t seen = wait_epoch_sys(in_heap<uint64_t>(r, r.memory.epochs + i * MK_EPOCH_BYTES), epoch, r.timeout_ns, "rank_barrier: epoch of a rank");
+        if (seen < epoch)
+            fault_set(r, MK_FAULT_TIMEOUT, (int32_t)i, nullptr, (int64_t)seen, (int64_t)epoch, -1, 0);
+    }
+    barrier_block_sync();
+    if (thread_idx() == 0)
+        store(&state->epoch, epoch);
+}
+
+/* ---- the verdict ---- */
+
+/* Smallest rank whose head refuses or differs from rank 0's, one candidate per thread; P if none. */
+MK_DEVICE int32_t first_offender(const mk_rank_params &r, uint64_t call, bool refusals)
+{
+    int32_t *found = static_cast<int32_t *>(shared_base()); /* [128] */
+    const mk_call_head *zero = call_head(r, 0, call);
+    int32_t mine = r.dims.num_ranks;
+    for (int32_t i = (int32_t)thread_idx(); i < r.dims.num_ranks && mine == r.dims.num_ranks; i += 128) {
+        const mk_call_head *h = call_head(r, i, call);
+        const bool refuses = load(&h->status) != 0;
+        const bool differs = load(&h->operation) != load(&zero->operation) || load(&h->layer) != load(&zero->layer) ||
+                             load(&h->schedule_number) != load(&zero->schedule_number) || load(&h->sequence) != load(&zero->sequence) ||
+                             load(&h->parts) != load(&zero->parts);
+        if (refusals ? refuses : differs)
+            mine = i;
+    }
+    store(&found[thread_idx()], mine);
+    barrier_block_sync();
+    int32_t first = r.dims.num_ranks;
+    for (uint32_t i = 0; i < 128; i++)
+        first = (int32_t)mk_min(first, load(&found[i]));
+    barrier_block_sync();
+    return first;
+}
+
+/* The counters of the live tiles start a pass at 0. */
+MK_DEVICE void clear_counters(const mk_rank_params &r, const void *schedule)
+{
+    const int32_t num_tiles = load(&static_cast<const mk_schedule_head *>(schedule)->num_tiles);
+    for (int32_t c = 0; c < MK_NUM_TILE_COUNTERS; c++)
+        for (int32_t t = (int32_t)thread_idx(); t < num_tiles; t += 128)
+            store(counter_at(r, c, t), 0u);
+}
+
+/* Rank offsets of the global token ids, from all heads. */
+MK_DEVICE void count_tokens(const mk_rank_params &r, const mk_table &t, uint64_t call)
+{
+    for (int64_t i = thread_idx(); i < r.dims.num_ranks; i += 128)
+        store(&t.token_first[i + 1], load(&call_head(r, i, call)->num_tokens));
+    barrier_block_sync();
+    if (thread_idx() != 0)
+        return;
+    int64_t sum = 0;
+    store(&t.token_first[0], sum);
+    for (int64_t i = 0; i < r.dims.num_ranks; i++) {
+        sum += load(&t.token_first[i + 1]);
+        store(&t.token_first[i + 1], sum);
+    }
+}
+
+/* 128 threads, one block, after the call's first barrier. Every rank reads the same heads, so all come to the same end. */
+MK_DEVICE void check_call(const mk_open_params &p)
+{
+    const mk_rank_params &r = p.rank;
+    const uint64_t call = load(&device_state(r)->calls);
+    const int32_t refused = first_offender(r, call, true), different = first_offender(r, call, false), none = r.dims.num_ranks;
+    if (refused != none || different != none) {
+        if (thread_idx() == 0 && refused != none)
+            fault_set(r, MK_FAULT_REFUSED, refused, call_head(r, refused, call), 0, 0, 0, 0);
+        else if (thread_idx() == 0)
+            fault_set(r, MK_FAULT_MISMATCH, different, call_head(r, different, call), 0, 0, 0, 0);
+        return;
+    }
+    mk_table t = mk_table_at(&r.memory, p.schedule);
+    if (p.operation == MK_OP_SCHEDULE)
+        count_tokens(r, t, call);
+    else
+        clear_counters(r, p.schedule);
+}
+
+} /* namespace mk */
+#endif

@@ -1,0 +1,53 @@
+/* What every stage of the device needs: the rank's memory as typed pointers, and the device state. */
+#ifndef MK_STAGE_STAGE_CUH
+#define MK_STAGE_STAGE_CUH
+
+#include "cuda/arch/arch.cuh"
+#include "cuda/kernel/params.h"
+#include "layout/depend.h"
+
+namespace mk {
+
+typedef uint16_t bf16; /* the bits of one */
+
+MK_DEVICE mk_device_state *device_state(const mk_rank_params &r) { return reinterpret_cast<mk_device_state *>(r.local + r.memory.device_state); }
+template <class T> MK_DEVICE T *in_local(const mk_rank_params &r, int64_t offset) { return reinterpret_cast<T *>(r.local + offset); }
+template <class T> MK_DEVICE T *in_heap(const mk_rank_params &r, int64_t offset) { return reinterpret_cast<T *>(r.heap + offset); }
+/* The same buffer in another rank's heap. */
+template <class T> MK_DEVICE T *in_peer(const mk_rank_params &r, int64_t rank, int64_t offset) { return reinterpret_cast<T *>(load(&r.heaps[rank]) + offset); }
+
+/* This call's data stages do nothing: trouble was found, by all ranks alike. Written by an earlier launch. */
+MK_DEVICE bool skipped(const mk_rank_params &r) { return load(&device_state(r)->skip) != 0; }
+
+MK_DEVICE uint32_t *counter_at(const mk_rank_params &r, int32_t counter, int64_t index)
+{
+    return in_local<uint32_t>(r, r.memory.counters) + mk_counter_index(&r.dims, counter, index);
+}
+
+/* Row of a ring buffer where a table tile begins. */
+MK_DEVICE int64_t ring_row(const mk_dims &d, int64_t tile) { return tile % d.ring_tiles * MK_ROW_TILE; }
+
+/* Table tiles [*first, *end) of minibatch `step` of the forward's walk: 0 is the table's last minibatch. Empty past the table. */
+MK_DEVICE void forward_minibatch(const mk_dims &d, int64_t num_tiles, int64_t step, int64_t *first, int64_t *end)
+{
+    const int64_t minibatch = mk_ceil_div(num_tiles, d.mb_tiles_fwd) - 1 - step;
+    *first = *end = 0;
+    if (minibatch < 0)
+        return;
+    *first = minibatch * d.mb_tiles_fwd;
+    *end = mk_min(*first + d.mb_tiles_fwd, num_tiles);
+}
+
+/* Launches of a pass alternate between two tickets; each clears the one of the launch after it. */
+MK_DEVICE uint32_t *draw_from(const mk_rank_params &r, int32_t ticket)
+{
+    uint32_t *tickets = device_state(r)->tickets;
+    if (block_idx() == 0 && thread_idx() == 0)
+        store(&tickets[1 - ticket], 0u);
+    return &tickets[ticket];
+}
+
+MK_DEVICE float bf16_to_float(uint32_t bits) { return bits_to_float(bits << 16); }
+
+} /* namespace mk */
+#endif
