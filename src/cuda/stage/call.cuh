@@ -98,22 +98,32 @@ MK_DEVICE void publish(const mk_publish_params &p, int64_t thread, int64_t num_t
 
 /* ---- the rank barrier: ranks on GPUs of their own ---- */
 
+/* Word by word: heads lie in peers' memory, the host's copy in pinned host memory. */
+MK_DEVICE void copy_head(mk_call_head *to, const mk_call_head *from)
+{
+    for (uint32_t i = 0; i < sizeof(mk_call_head) / 8; i++)
+        store(reinterpret_cast<uint64_t *>(to) + i, load(reinterpret_cast<const uint64_t *>(from) + i));
+}
+
+/* One thread. The first trouble since the host last looked is kept; the data stages of this call do nothing. head: the offender's. */
 MK_DEVICE void fault_set(const mk_rank_params &r, int32_t kind, int32_t rank, const mk_call_head *head, int64_t v0, int64_t v1, int64_t v2, int64_t v3)
 {
     mk_device_state *state = device_state(r);
     store(&state->skip, 1u);
     if (load(&state->fault.kind) != MK_FAULT_NONE)
-        return; /* the host has not taken the first one yet */
-    mk_fault *f = &state->fault;
-    store(&f->operation, head ? load(&head->operation) : 0);
-    store(&f->layer, head ? load(&head->layer) : 0);
-    store(&f->rank, rank);
-    store(&f->call, load(&state->calls));
-    store(&f->value[0], v0);
-    store(&f->value[1], v1);
-    store(&f->value[2], v2);
-    store(&f->value[3], v3);
-    store(&f->kind, kind);
+        return;
+    mk_fault f = {kind, head ? load(&head->operation) : 0, rank, 0, head ? load(&head->layer) : 0, load(&state->calls), {v0, v1, v2, v3}};
+    store(&state->fault, f);
+    if (!r.host_fault)
+        return;
+    if (head) {
+        copy_head(&r.host_fault->zero, call_head(r, 0, f.call));
+        copy_head(&r.host_fault->other, head);
+    }
+    f.kind = MK_FAULT_NONE;
+    store(&r.host_fault->fault, f);
+    /* Release: publishes the record to the host, whose acquire load of kind meets it. */
+    flag_store_release_sys(reinterpret_cast<uint32_t *>(&r.host_fault->fault.kind), (uint32_t)kind);
 }
 
 /* 128 threads, one block. What this stream's earlier kernels wrote, peers' memory included, is complete. Release: publishes it to
