@@ -214,7 +214,7 @@ struct Case {
     template <class Tile> void push() const { launch<Tile>(mk::StoreRows<mk::PushedRows>{{slot, shape.cols}}, false); }
     template <class Tile> void swiglu(bf16_bits *to) const
     {
-        launch<Tile>(mk::SwigluRows{{to, shape.cols / 2}, {nullptr, shape.cols / 2}, {nullptr, shape.cols / 2}, INFINITY}, true);
+        launch<Tile>(mk::SwigluRows<mk::MatrixRows, mk::MatrixRows>{{to, shape.cols / 2}, {nullptr, shape.cols / 2}, {nullptr, shape.cols / 2}, INFINITY}, true);
     }
 
     /* Elements of `got` that differ from `want` in real rows. */
