@@ -22,32 +22,27 @@ struct Wgmma {
 
 /* ---- operands ---- */
 
-/* Calls visit(mn, k, offset in shared memory) for each 16-byte piece of the operand: 8 elements from (mn, k) on along the
+/* Calls visit(mn, k, shared address) for each 16-byte piece of the operand: 8 elements from (mn, k) on along the
  * contiguous axis. */
 template <class Visit> static void for_each_piece(uint64_t descriptor, bool mn_major, uint32_t rows, Visit visit)
 {
     for (uint32_t mn = 0; mn < rows; mn += mn_major ? 8 : 1)
-        for (uint32_t k = 0; k < kDepth; k += mn_major ? 1 : 8) {
-            const uint32_t address = matrix_element_address(descriptor, mn_major, mn, k);
-            visit(mn, k, resolve(address, 16, "wgmma operand").offset);
-        }
+        for (uint32_t k = 0; k < kDepth; k += mn_major ? 1 : 8)
+            visit(mn, k, matrix_element_address(descriptor, mn_major, mn, k));
 }
 
-static void check_descriptor(uint64_t d, bool mn_major)
+static void check_descriptor(uint64_t d)
 {
-    if (d >> 49 & 7)
-        fail("wgmma descriptor %016llx: base offset of an aligned tile must be 0", (unsigned long long)d);
-    if (d & 0x3000c000c000c000ull & ~(3ull << 62))
-        fail("wgmma descriptor %016llx: reserved bits are set", (unsigned long long)d);
-    if ((d >> 62) == 1 && (d & 0x3fff) << 4 & 127 & ~112ull)
-        fail("wgmma descriptor %016llx: start address", (unsigned long long)d);
-    (void)mn_major;
+    constexpr uint64_t fields = 0x3fffull | 0x3fffull << 16 | 0x3fffull << 32 | 3ull << 62;
+    if (d & ~fields)  /* among them the base offset: every tile is aligned to its swizzle pattern */
+        fail("wgmma descriptor %016llx: bits outside its fields, or a base offset, are set", (unsigned long long)d);
 }
 
 /* out[k][mn] of an operand; what was never written is NaN. */
 static void fetch(const Cta &cta, uint64_t descriptor, bool mn_major, uint32_t rows, float *out)
 {
-    for_each_piece(descriptor, mn_major, rows, [&](uint32_t mn, uint32_t k, uint32_t offset) {
+    for_each_piece(descriptor, mn_major, rows, [&](uint32_t mn, uint32_t k, uint32_t address) {
+        const uint32_t offset = address - kSharedBase;  /* checked when it was issued */
         uint16_t element[8];
         memcpy(element, cta.shared + offset, 16);
         const bool written = cta.granules[offset / 16].written == 0xffff;
@@ -135,8 +130,8 @@ void wgmma_issue(float *d, int n, uint64_t a, uint64_t b, bool accumulate, bool 
         op.accumulate = accumulate;
         op.a_mn_major = a_mn_major;
         op.b_mn_major = b_mn_major;
-        check_descriptor(a, a_mn_major);
-        check_descriptor(b, b_mn_major);
+        check_descriptor(a);
+        check_descriptor(b);
     } else if (op.n != (uint32_t)n || op.a != a || op.b != b || op.accumulate != accumulate) {
         fail("the threads of a warpgroup issue different wgmma: %016llx %016llx and %016llx %016llx", (unsigned long long)a, (unsigned long long)b,
              (unsigned long long)op.a, (unsigned long long)op.b);
@@ -144,7 +139,8 @@ void wgmma_issue(float *d, int n, uint64_t a, uint64_t b, bool accumulate, bool 
     op.d[t.idx % kThreads] = d;
     if (++op.issued < kThreads)
         return;
-    auto mark = [&](uint32_t, uint32_t, uint32_t offset) {
+    auto mark = [&](uint32_t, uint32_t, uint32_t address) {
+        const uint32_t offset = resolve(address, 16, "wgmma operand").offset;
         begin_async_read(cta, offset, "wgmma");
         op.granules.push_back(offset);
     };

@@ -63,18 +63,20 @@ template <class Tile> struct GemmCase {
           slot(machine, "slot", (size_t)table_rows), maps(machine, "maps", (size_t)experts * 2)
     {
         uint64_t state = seed;
+        uint16_t *host_a = a.host(), *host_b = b.host();
+        uint16_t **host_slot = slot.host();
         for (size_t i = 0; i < b.count(); i++)
-            b.host()[i] = random_bf16(&state);
+            host_b[i] = random_bf16(&state);
         for (size_t i = 0; i < a.count(); i++)
-            a.host()[i] = kNan;  /* padding rows stay so */
+            host_a[i] = kNan;  /* padding rows stay so */
         for (int64_t e = 0; e < experts; e++)
             for (int64_t r = 0; r < s.rows[(size_t)e] * s.depth; r++)
-                a.host()[first[(size_t)e] * 128 * s.depth + r] = random_bf16(&state);
+                host_a[first[(size_t)e] * 128 * s.depth + r] = random_bf16(&state);
         memcpy(tile_first.host(), first.data(), first.size() * sizeof(int32_t));
         memcpy(rows.host(), s.rows.data(), s.rows.size() * sizeof(int32_t));
         ticket.host()[0] = 0;
         for (int64_t r = 0; r < table_rows; r++)  /* pushed rows land in reverse order */
-            slot.host()[r] = c.device() + (table_rows - 1 - r) * s.cols;
+            host_slot[r] = c.device() + (table_rows - 1 - r) * s.cols;
         fill_program();
     }
 
