@@ -49,6 +49,13 @@ typedef struct variant {
     tile_fn *tile;
 } variant;
 
+/* The operand that starts at x's element (i, k). */
+static mk_gemm_operand offset(mk_gemm_operand x, int64_t i, int64_t k)
+{
+    x.data += i * x.outer_stride + k * x.k_stride;
+    return x;
+}
+
 /* ---------------------------------------------------------------------------------------------------- portable -- */
 
 /* Lanes [lane, lane_end) of a panel, k from `k` on. */
@@ -141,31 +148,33 @@ TARGET_AVX2 static int64_t pack_rows_avx2(mk_gemm_operand src, int64_t rows, int
     return k;
 }
 
-/* Eight rows with the row index contiguous. */
-TARGET_AVX2 static void pack_columns_avx2(const mk_bf16 *src, int64_t k_stride, int64_t depth, int width, float *panel)
+/* Lanes [0, lanes), eight by eight, with the row index contiguous. */
+TARGET_AVX2 static void pack_columns_avx2(mk_gemm_operand src, int lanes, int64_t depth, int width, float *panel)
 {
-    for (int64_t k = 0; k < depth; k++) {
-        __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(src + k * k_stride)));
-        _mm256_storeu_ps(panel + k * width, _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16)));
-    }
+    for (int64_t k = 0; k < depth; k++)
+        for (int lane = 0; lane < lanes; lane += 8) {
+            const mk_bf16 *from = src.data + k * src.k_stride + lane;
+            __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from));
+            _mm256_storeu_ps(panel + k * width + lane, _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16)));
+        }
 }
 
 /* Width: a multiple of 8, or less than 8. In the latter case 8 lanes are stored nevertheless: what hangs over is overwritten by
  * the next k, after the panel's end by the next panel. */
 static void pack_avx2(mk_gemm_operand src, int64_t rows, int64_t depth, int width, float *panel)
 {
-    for (int lane = 0; lane < width; lane += 8) {
-        int lane_end = width < lane + 8 ? width : lane + 8;
-        mk_gemm_operand from = {src.data + lane * src.outer_stride, src.outer_stride, src.k_stride};
-        int64_t done = 0;
-        if (src.k_stride == 1 && lane < rows) {
-            done = pack_rows_avx2(from, rows - lane, depth, width, panel + lane);
-        } else if (src.outer_stride == 1 && lane + 8 <= rows) {
-            pack_columns_avx2(from.data, src.k_stride, depth, width, panel + lane);
-            done = depth;
+    int lane = 0;
+    if (src.outer_stride == 1) {
+        while (lane < width && lane + 8 <= rows)
+            lane += 8;
+        pack_columns_avx2(src, lane, depth, width, panel);
+    } else if (src.k_stride == 1) {
+        for (; lane < width && lane < rows; lane += 8) {
+            int64_t k = pack_rows_avx2(offset(src, lane, 0), rows - lane, depth, width, panel + lane);
+            pack_lanes(src, rows, k, depth, lane, width < lane + 8 ? width : lane + 8, width, panel);
         }
-        pack_lanes(src, rows, done, depth, lane, lane_end, width, panel);
     }
+    pack_lanes(src, rows, 0, depth, lane, width, width, panel);
 }
 
 /* 6 x 16: twelve sums, two vectors of b, one of a, of sixteen registers. */
@@ -277,12 +286,6 @@ static int64_t min64(int64_t a, int64_t b)
     return a < b ? a : b;
 }
 
-static mk_gemm_operand from(mk_gemm_operand x, int64_t i, int64_t k)
-{
-    x.data += i * x.outer_stride + k * x.k_stride;
-    return x;
-}
-
 /* A tile that hangs over C's edge goes through a copy of full size. */
 static void edge_tile(const variant *v, int64_t rows, int64_t cols, int64_t depth, const float *a, const float *b, float *c, int64_t ldc,
                       bool load)
@@ -300,7 +303,7 @@ static void multiply_block(const variant *v, int64_t rows, int64_t N, int64_t de
                            float *b_panel, float *C, int64_t ldc, bool load)
 {
     for (int64_t n = 0; n < N; n += v->nr) {
-        v->pack(from(B, n, 0), N - n, depth, v->nr, b_panel);
+        v->pack(offset(B, n, 0), N - n, depth, v->nr, b_panel);
         for (int64_t m = 0; m < rows; m += v->mr) {
             const float *a_panel = a_block + m * depth;
             float *c = C + m * ldc + n;
@@ -326,8 +329,8 @@ void mk_gemm_bf16(int64_t M, int64_t N, int64_t K, mk_gemm_operand A, mk_gemm_op
         for (int64_t first = 0; first < M; first += BLOCK_ROWS) {
             int64_t rows = min64(BLOCK_ROWS, M - first);
             for (int64_t m = 0; m < rows; m += v->mr)
-                v->pack(from(A, first + m, k), rows - m, depth, v->mr, a_block + m * depth);
-            multiply_block(v, rows, N, depth, a_block, from(B, 0, k), b_panel, C + first * ldc, ldc, accumulate || k > 0);
+                v->pack(offset(A, first + m, k), rows - m, depth, v->mr, a_block + m * depth);
+            multiply_block(v, rows, N, depth, a_block, offset(B, 0, k), b_panel, C + first * ldc, ldc, accumulate || k > 0);
         }
     }
 }
