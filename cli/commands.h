@@ -4,7 +4,8 @@
 #define MOK_CLI_COMMANDS_H
 
 #define COMMAND_LIST(X)                                                                                     \
-    X(info, "what this library can run here: backends, devices, limits")
+    X(info, "what this library can run here: backends, devices, limits")                                       \
+    X(plan, "what a layer will cost, before anything is allocated")
 
 #define COMMAND_DECLARE(name, summary) int command_##name(int argc, char **argv);
 COMMAND_LIST(COMMAND_DECLARE)
