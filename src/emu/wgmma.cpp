@@ -111,6 +111,19 @@ struct WgmmaOp : AsyncOp {
 
 /* ---- issue and wait ---- */
 
+static void begin_reads(Cta &cta, Wgmma &op)
+{
+    check_descriptor(op.a);
+    check_descriptor(op.b);
+    auto mark = [&](uint32_t, uint32_t, uint32_t address) {
+        const uint32_t offset = resolve(address, 16, "wgmma operand").offset;
+        begin_async_read(cta, offset, "wgmma");
+        op.granules.push_back(offset);
+    };
+    for_each_piece(op.a, op.a_mn_major, kRows, mark);
+    for_each_piece(op.b, op.b_mn_major, op.n, mark);
+}
+
 void wgmma_issue(float *d, int n, uint64_t a, uint64_t b, bool accumulate, bool a_mn_major, bool b_mn_major)
 {
     step();
@@ -130,8 +143,7 @@ void wgmma_issue(float *d, int n, uint64_t a, uint64_t b, bool accumulate, bool 
         op.accumulate = accumulate;
         op.a_mn_major = a_mn_major;
         op.b_mn_major = b_mn_major;
-        check_descriptor(a);
-        check_descriptor(b);
+        begin_reads(cta, op);  /* from now on: whoever issues first may be read first */
     } else if (op.n != (uint32_t)n || op.a != a || op.b != b || op.accumulate != accumulate) {
         fail("the threads of a warpgroup issue different wgmma: %016llx %016llx and %016llx %016llx", (unsigned long long)a, (unsigned long long)b,
              (unsigned long long)op.a, (unsigned long long)op.b);
@@ -139,13 +151,6 @@ void wgmma_issue(float *d, int n, uint64_t a, uint64_t b, bool accumulate, bool 
     op.d[t.idx % kThreads] = d;
     if (++op.issued < kThreads)
         return;
-    auto mark = [&](uint32_t, uint32_t, uint32_t address) {
-        const uint32_t offset = resolve(address, 16, "wgmma operand").offset;
-        begin_async_read(cta, offset, "wgmma");
-        op.granules.push_back(offset);
-    };
-    for_each_piece(op.a, op.a_mn_major, kRows, mark);
-    for_each_piece(op.b, op.b_mn_major, op.n, mark);
     auto pending = std::make_shared<WgmmaOp>();
     pending->cta = &cta;
     pending->group = &group;

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "cuda/kernel/staged.cu"
+#include "cuda/kernel/forward.cu"
 #include "layout/config.h"
 #include "test.h"
 
@@ -15,10 +16,11 @@ struct LayerShape {
     int64_t hidden = 128, intermediate = 64, shared = 0, experts = 4, topk = 2;
     std::vector<int64_t> tokens = {16};   /* of each rank */
     int64_t ring = 0, minibatch = 0, save_rows = 0;
-    bool shared_gate = false, wide = false, duplicates = true;
+    bool shared_gate = false, wide = false, fused = false, duplicates = true;
     double dropped = 0.1;
     float limit = 0;
     uint32_t resident = 2;                /* clusters at once on each device */
+    uint32_t clusters = 3;                /* of the fused launch; more than resident: the rest start when one leaves */
     int64_t ranks() const { return (int64_t)tokens.size(); }
 };
 
@@ -279,10 +281,33 @@ struct LayerCase {
         launch(r, "s4_down", down, gemm_params<Tile>(r, shared, true, step), 4, mk::kGemmThreads, 2, sizeof(mk::GemmShared<Tile>));
     }
 
-    template <class Tile> void forward_with(LayerRank &r)
+    mk_forward_params forward_params(LayerRank &r)
     {
-        r.launches = 0;
-        begin(r, open_params(r, MK_OP_FORWARD), false);
+        const mk_gemm_params up = gemm_params<mk::TileForward>(r, false, false, 0), down = gemm_params<mk::TileForward>(r, false, true, 0);
+        mk_forward_params p = {};
+        p.rank = r.params;
+        p.schedule = r.schedule->device();
+        p.context = r.context->device();
+        p.num_tokens = r.num_tokens;
+        p.ring_x = up.a;
+        p.gate = up.b_low;
+        p.up = up.b_high;
+        p.ring_h = down.a;
+        p.down = down.b_low;
+        if (!shape.shared)
+            return p;
+        const mk_gemm_params shared_up = gemm_params<mk::TileForward>(r, true, false, 0), shared_down = gemm_params<mk::TileForward>(r, true, true, 0);
+        p.shared_x = shared_up.a;
+        p.shared_gate = shared_up.b_low;
+        p.shared_up = shared_up.b_high;
+        p.shared_h = shared_down.a;
+        p.shared_down = shared_down.b_low;
+        return p;
+    }
+
+    /* One launch a stage, or the fused one. */
+    template <class Tile> void staged_launches(LayerRank &r)
+    {
         if (shape.shared)
             gemms<Tile>(r, true, 0);
         const int64_t steps = mk_ceil_div(r.dims.capacity_tiles, r.dims.mb_tiles_fwd);
@@ -295,6 +320,16 @@ struct LayerCase {
             LAUNCH(r, mok_s1_dispatch, d, 3, 32, 1, MK_DISPATCH_SHARED);
             gemms<Tile>(r, false, step);
         }
+    }
+
+    template <class Tile> void forward_with(LayerRank &r)
+    {
+        r.launches = 0;
+        begin(r, open_params(r, MK_OP_FORWARD), false);
+        if (shape.fused)
+            LAUNCH(r, mok_forward_fused, forward_params(r), 2 * shape.clusters, mk::kGemmThreads, 2, MK_FORWARD_SHARED);
+        else
+            staged_launches<Tile>(r);
         LAUNCH(r, mok_rank_barrier, r.params, 1, 128);
         mk_combine_params c = {};
         c.rank = r.params;

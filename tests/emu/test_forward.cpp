@@ -1,9 +1,22 @@
-/* The staged forward on 1, 2 and 4 emulated ranks, over seeds: bit for bit against a plain loop, with tails, uneven tokens, dropped and duplicate
+/* The staged and the fused forward on 1, 2 and 4 emulated ranks, over seeds: bit for bit against a plain loop, with tails, uneven tokens, dropped and duplicate
  * routes, a ring that rotates, few resident clusters. MOK_TEST_SEEDS sets how many seeds each case runs (default 1). */
 #define TEST_WATCHDOG 900
 #include "layer_case.h"
 
-static void run_case(const LayerShape &shape, const char *what)
+static void run_launches(const LayerShape &shape, const char *what);
+
+/* Staged, then fused, with few resident clusters: the rest of the grid starts only when one leaves. */
+static void run_case(LayerShape shape, const char *what)
+{
+    run_launches(shape, what);
+    for (uint32_t resident = 1; resident <= 3; resident++) {
+        shape.fused = true;
+        shape.resident = resident;
+        run_launches(shape, what);
+    }
+}
+
+static void run_launches(const LayerShape &shape, const char *what)
 {
     const char *env = getenv("MOK_TEST_SEEDS");
     const int seeds = env ? atoi(env) : 1;
@@ -12,12 +25,12 @@ static void run_case(const LayerShape &shape, const char *what)
         LayerCase layer(shape, seed);
         const emu::Result result = layer.run();
         if (!result.ok) {
-            TEST_FAILED("%s, seed %llu: %s", what, (unsigned long long)seed, result.message.c_str());
+            TEST_FAILED("%s, %s, %u resident, seed %llu: %s", what, shape.fused ? "fused" : "staged", shape.resident, (unsigned long long)seed, result.message.c_str());
             return;
         }
         const int64_t wrong = layer.count_differences();
         if (wrong)
-            TEST_FAILED("%s, seed %llu: %lld elements differ", what, (unsigned long long)seed, (long long)wrong);
+            TEST_FAILED("%s, %s, %u resident, seed %llu: %lld elements differ", what, shape.fused ? "fused" : "staged", shape.resident, (unsigned long long)seed, (long long)wrong);
         for (const LayerRank &r : layer.ranks) {
             const mk_schedule_head &h = layer.head(r);
             const mk_device_state &s = layer.state(r);
