@@ -74,10 +74,12 @@ static mok_status check_shape(const mok_config *c, int32_t num_ranks)
     MK_TRY(check_range("max_tokens", c->max_tokens, 1, max_rows));
     if (c->topk > c->num_experts)
         return mk_fail(MOK_E_SHAPE, "topk %lld is larger than num_experts %lld", (long long)c->topk, (long long)c->num_experts);
+    /* Rows are numbered in 32 bits, padding included. */
     int64_t rows = c->max_tokens * num_ranks; /* below 2^31 * 2^12 */
-    if (rows > max_rows / c->topk)
+    int64_t most_routes = max_rows - mk_ceil_div(c->num_experts, num_ranks) * (MK_ROW_TILE - 1);
+    if (rows > most_routes / c->topk)
         return mk_fail(MOK_E_SHAPE, "max_tokens %lld x %d ranks x topk %lld is %lld routes: at most %lld fit a row table", (long long)c->max_tokens,
-                       num_ranks, (long long)c->topk, (long long)(rows * c->topk), (long long)max_rows);
+                       num_ranks, (long long)c->topk, (long long)(rows * c->topk), (long long)most_routes);
     return MOK_OK;
 }
 
@@ -247,7 +249,7 @@ void mk_fill_plan(const mok_config *c, const mk_dims *d, const mk_memory *memory
 #define SAME_FIELDS(X)                                                                                                   \
     X(hidden) X(intermediate) X(shared_intermediate) X(routed_hidden) X(num_experts) X(topk) X(max_tokens) X(dtype)       \
     X(router_dtype) X(activation) X(swiglu_limit) X(gate_up) X(weight_layout) X(shared_gate) X(expert_bias) X(ring_rows) \
-    X(minibatch_rows) X(minibatch_rows_bwd) X(save) X(save_rows) X(save_x) X(comm_sms) X(comm_sms_bwd) X(backend)
+    X(minibatch_rows) X(minibatch_rows_bwd) X(save) X(save_rows) X(save_x) X(comm_sms) X(comm_sms_bwd) X(reserve_sms) X(backend)
 
 const char *mk_config_difference(const mok_config *a, const mok_config *b, double *value_a, double *value_b)
 {

@@ -15,15 +15,20 @@ typedef struct mk_need {
 
 enum { MK_MAX_NEEDS = 6 };
 
-MK_FN void mk_need_add(mk_need *needs, int *n, int32_t counter, int64_t first, int64_t end, int64_t count)
+/* One after the other: takes the need if it is the index-th that exists. No arrays, so that a device keeps everything in registers. */
+MK_FN int mk_need_pick(mk_need *need, int *index, int32_t counter, int64_t first, int64_t end, int64_t count)
 {
-    if (count <= 0 || first >= end)
-        return;
-    needs[*n].counter = counter;
-    needs[*n].first = (int32_t)first;
-    needs[*n].end = (int32_t)end;
-    needs[(*n)++].count = (uint32_t)count;
+    if (count <= 0 || first >= end || (*index)-- != 0)
+        return 0;
+    need->counter = counter;
+    need->first = (int32_t)first;
+    need->end = (int32_t)end;
+    need->count = (uint32_t)count;
+    return 1;
 }
+
+/* What a counter of GEMM tasks reaches when `tasks` of them are done. */
+MK_FN int64_t mk_raised(const mk_grid *g, int64_t tasks) { return tasks * (g->raises ? g->raises : 1); }
 
 MK_FN int mk_is_replayed(const mk_walk *w, int64_t tile) { return w->pass == MK_PASS_BACKWARD && tile >= w->replay_from; }
 
@@ -35,73 +40,68 @@ MK_FN int64_t mk_tile_before(const mk_walk *w, int64_t ring_tiles, int64_t tile)
 }
 
 /* dispatch overwrites the x (and dout) rows of the slot's old tile: all its readers must be done. */
-MK_FN void mk_dispatch_needs(const mk_walk *w, const mk_table *t, int64_t old, mk_need *needs, int *n)
+MK_FN int mk_dispatch_need(const mk_walk *w, const mk_table *t, int64_t old, int index, mk_need *need)
 {
-    if (w->pass != MK_PASS_BACKWARD) {
-        mk_need_add(needs, n, MK_COUNTER_s1_copies_done, old, old + 1, t->copies_out_fwd[old]);
-        mk_need_add(needs, n, MK_COUNTER_s2_tasks_done, old, old + 1, w->grid.gate_up);
-        return;
-    }
-    mk_need_add(needs, n, MK_COUNTER_s1_copies_done, old, old + 1, t->copies_out_bwd[old]);
-    mk_need_add(needs, n, MK_COUNTER_s2_tasks_done, old, old + 1, mk_is_replayed(w, old) ? w->grid.gate_up : 0);
-    mk_need_add(needs, n, MK_COUNTER_s4_bwd_tasks_done, old, old + 1, w->grid.dgrad_down);
-    mk_need_add(needs, n, MK_COUNTER_s2_bwd_tasks_done, old, old + 1, w->grid.dgrad_gate_up);
-    mk_need_add(needs, n, MK_COUNTER_wgrad_tasks_done, t->piece_of_tile[old], t->piece_of_tile[old] + 1, w->grid.wgrad);
+    const mk_grid *g = &w->grid;
+    if (w->pass != MK_PASS_BACKWARD)
+        return mk_need_pick(need, &index, MK_COUNTER_s1_copies_done, old, old + 1, t->copies_out_fwd[old]) ||
+               mk_need_pick(need, &index, MK_COUNTER_s2_tasks_done, old, old + 1, mk_raised(g, g->gate_up));
+    return mk_need_pick(need, &index, MK_COUNTER_s1_copies_done, old, old + 1, t->copies_out_bwd[old]) ||
+           mk_need_pick(need, &index, MK_COUNTER_s2_tasks_done, old, old + 1, mk_is_replayed(w, old) ? mk_raised(g, g->gate_up) : 0) ||
+           mk_need_pick(need, &index, MK_COUNTER_s4_bwd_tasks_done, old, old + 1, mk_raised(g, g->dgrad_down)) ||
+           mk_need_pick(need, &index, MK_COUNTER_s2_bwd_tasks_done, old, old + 1, mk_raised(g, g->dgrad_gate_up)) ||
+           mk_need_pick(need, &index, MK_COUNTER_wgrad_tasks_done, t->piece_of_tile[old], t->piece_of_tile[old] + 1, mk_raised(g, g->wgrad));
 }
 
 /* A tile's rows have all arrived. */
-MK_FN void mk_need_rows(const mk_table *t, int64_t experts_count, int64_t tile, mk_need *needs, int *n)
+MK_FN int mk_need_rows(const mk_table *t, int64_t experts_count, int64_t tile, int *index, mk_need *need)
 {
-    mk_need_add(needs, n, MK_COUNTER_s1_rows_arrived, tile, tile + 1, mk_valid_rows(t, mk_expert_of_tile(t, experts_count, tile), tile));
+    return mk_need_pick(need, index, MK_COUNTER_s1_rows_arrived, tile, tile + 1, mk_valid_rows(t, mk_expert_of_tile(t, experts_count, tile), tile));
 }
 
-/* Fills at most MK_MAX_NEEDS needs; returns their number. A dispatch also waits, row by row, for the tiles it copies from. */
-MK_FN int mk_task_needs(const mk_walk *w, const mk_table *t, const mk_dims *d, mk_task task, mk_need *needs)
+/* The index-th need of a task (0, 1, …); 0: there are no more. A dispatch also waits, row by row, for the tiles it copies from. */
+MK_FN int mk_task_need(const mk_walk *w, const mk_table *t, const mk_dims *d, mk_task task, int index, mk_need *need)
 {
     const mk_grid *g = &w->grid;
-    int n = 0;
     int64_t tile = task.tile, old = -1;
     switch (task.kind) {
     case MK_TASK_SHARED_DOWN:
     case MK_TASK_SHARED_DGRAD_DOWN:
-        mk_need_add(needs, &n, MK_COUNTER_shared_s2_tasks_done, tile, tile + 1, g->shared_gate_up);
-        break;
+        return mk_need_pick(need, &index, MK_COUNTER_shared_s2_tasks_done, tile, tile + 1, mk_raised(g, g->shared_gate_up));
     case MK_TASK_SHARED_DGRAD_GATE_UP:
-        mk_need_add(needs, &n, MK_COUNTER_shared_s4_bwd_tasks_done, tile, tile + 1, g->shared_dgrad_down);
-        break;
+        return mk_need_pick(need, &index, MK_COUNTER_shared_s4_bwd_tasks_done, tile, tile + 1, mk_raised(g, g->shared_dgrad_down));
     case MK_TASK_SHARED_WGRAD:
-        mk_need_add(needs, &n, MK_COUNTER_shared_s4_bwd_tasks_done, 0, w->shared_tiles, g->shared_dgrad_down);
-        break;
+        return mk_need_pick(need, &index, MK_COUNTER_shared_s4_bwd_tasks_done, 0, w->shared_tiles, mk_raised(g, g->shared_dgrad_down));
     case MK_TASK_DISPATCH:
         old = mk_tile_before(w, d->ring_tiles, tile);
-        if (old >= 0)
-            mk_dispatch_needs(w, t, old, needs, &n);
-        break;
+        return old >= 0 && mk_dispatch_need(w, t, old, index, need);
     case MK_TASK_GATE_UP:
-        mk_need_rows(t, d->experts_count, tile, needs, &n);
-        old = mk_tile_before(w, d->ring_tiles, tile);
-        if (old >= 0 && w->pass == MK_PASS_FORWARD) /* h of the slot's old tile has been read */
-            mk_need_add(needs, &n, MK_COUNTER_s4_tasks_done, old, old + 1, g->down);
-        break;
+        if (mk_need_rows(t, d->experts_count, tile, &index, need))
+            return 1;
+        old = w->pass == MK_PASS_FORWARD ? mk_tile_before(w, d->ring_tiles, tile) : -1; /* h of the slot's old tile has been read */
+        return old >= 0 && mk_need_pick(need, &index, MK_COUNTER_s4_tasks_done, old, old + 1, mk_raised(g, g->down));
     case MK_TASK_DOWN:
-        mk_need_add(needs, &n, MK_COUNTER_s2_tasks_done, tile, tile + 1, g->gate_up);
-        break;
+        return mk_need_pick(need, &index, MK_COUNTER_s2_tasks_done, tile, tile + 1, mk_raised(g, g->gate_up));
     case MK_TASK_DGRAD_DOWN:
-        mk_need_rows(t, d->experts_count, tile, needs, &n);
-        mk_need_add(needs, &n, MK_COUNTER_s2_tasks_done, tile, tile + 1, mk_is_replayed(w, tile) ? g->gate_up : 0);
-        break;
+        return mk_need_rows(t, d->experts_count, tile, &index, need) ||
+               mk_need_pick(need, &index, MK_COUNTER_s2_tasks_done, tile, tile + 1, mk_is_replayed(w, tile) ? mk_raised(g, g->gate_up) : 0);
     case MK_TASK_DGRAD_GATE_UP:
-        mk_need_add(needs, &n, MK_COUNTER_s4_bwd_tasks_done, tile, tile + 1, g->dgrad_down);
-        break;
+        return mk_need_pick(need, &index, MK_COUNTER_s4_bwd_tasks_done, tile, tile + 1, mk_raised(g, g->dgrad_down));
     case MK_TASK_WGRAD: {
         const mk_piece *piece = &t->pieces[tile];
-        mk_need_add(needs, &n, MK_COUNTER_s4_bwd_tasks_done, piece->tile_first, piece->tile_end, g->dgrad_down);
-        if (piece->after >= 0)
-            mk_need_add(needs, &n, MK_COUNTER_wgrad_tasks_done, piece->after, piece->after + 1, g->wgrad);
-        break;
+        return mk_need_pick(need, &index, MK_COUNTER_s4_bwd_tasks_done, piece->tile_first, piece->tile_end, mk_raised(g, g->dgrad_down)) ||
+               mk_need_pick(need, &index, MK_COUNTER_wgrad_tasks_done, piece->after, piece->after + 1, piece->after >= 0 ? mk_raised(g, g->wgrad) : 0);
     }
-    default: break;
+    default: return 0;
     }
+}
+
+/* All needs of a task; returns their number. */
+MK_FN int mk_task_needs(const mk_walk *w, const mk_table *t, const mk_dims *d, mk_task task, mk_need *needs)
+{
+    int n = 0;
+    while (n < MK_MAX_NEEDS && mk_task_need(w, t, d, task, n, &needs[n]))
+        n++;
     return n;
 }
 

@@ -54,6 +54,7 @@ typedef struct mk_grid {
     int32_t shared_wgrad;                                                         /* in all */
     int32_t dispatch, gate_up, down, dgrad_down, dgrad_gate_up;                   /* per table tile */
     int32_t wgrad;                                                                /* per piece */
+    int32_t raises;      /* how often one finished GEMM task raises its counter (CTAs x warps on a GPU); 0 stands for 1 */
 } mk_grid;
 
 typedef struct mk_task {
@@ -113,8 +114,9 @@ MK_FN void mk_walk_count(mk_walk *w)
 {
     const mk_grid *g = &w->grid;
     w->num_minibatches = mk_ceil_div(w->num_tiles, w->mb_tiles);
+    /* The shared expert's weight gradients exist without a token too: they are zeros then. */
     w->shared_tasks = w->shared_tiles * (g->shared_gate_up + g->shared_down + g->shared_dgrad_down + g->shared_dgrad_gate_up) +
-                      (w->shared_tiles ? g->shared_wgrad : 0);
+                      g->shared_wgrad;
     w->num_tasks = mk_walk_before_step(w, w->num_minibatches + 1);
     /* Pieces of experts without rows hang on the last minibatch; a table without any tile has no minibatch to hang them on. */
     if (w->pass == MK_PASS_BACKWARD && w->num_minibatches == 0)

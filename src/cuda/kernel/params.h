@@ -18,6 +18,7 @@
  *   mok_s2_gate_up_narrow   the same, other tile
  *   mok_s4_down_wide, mok_s4_down_narrow  mk_gemm_params                     down and push, one minibatch (or the shared expert)
  *   mok_rank_barrier        as above: the end of forward and recompute
+ *   mok_forward_fused     mk_forward_params clusters of 2 x 384, all SMs  s1 to s4 fused, instead of the launches of dispatch, gate_up and down
  *   mok_s5_combine          mk_combine_params any x 256                      the weighted sum; the context's head
  *
  * Recompute is the forward without mok_s4_down, and mok_s5_combine with out = NULL. A rank that refuses launches mok_call_open,
@@ -37,6 +38,7 @@
 enum { MK_SMALL_SHARED = 4096 };          /* dynamic shared memory of every kernel without a figure of its own */
 enum { MK_GEMM_SHARED_WIDE = 230400, MK_GEMM_SHARED_NARROW = 230400 };
 enum { MK_DISPATCH_SHARED = 16384 + 128 }; /* one slot for a piece of a row, and its mbarrier */
+enum { MK_FORWARD_SHARED = 215040 };      /* five stages and a dispatch slot (checked in forward.cuh) */
 enum { MK_DISPATCH_PIECE = 16384 };       /* bytes of the slot; longer rows travel in pieces */
 
 /* A fault as the host reads it, while kernels run: pinned host memory. Whoever writes mk_device_state.fault writes this too: the heads (of
@@ -109,6 +111,18 @@ typedef struct mk_gemm_params {
     int32_t ticket;            /* 0 or 1, alternating: draws tickets[ticket], clears the other for the launch after it */
     int32_t num_cols, num_k_blocks, b_high_row;
 } mk_gemm_params;
+
+/* The fused forward. Maps as in mk_gemm_params; those of the shared expert are unused without one. */
+typedef struct mk_forward_params {
+    mk_tensor_map ring_x, gate, up, ring_h, down;
+    mk_tensor_map shared_x, shared_gate, shared_up, shared_h, shared_down;
+    mk_rank_params rank;
+    void *schedule;
+    void *context;             /* saved gate/up go there; NULL: nowhere */
+    int64_t num_tokens;
+    int32_t up_row;            /* row of `up` where the up rows start: 0, or I with combined weights */
+    int32_t shared_up_row;
+} mk_forward_params;
 
 typedef struct mk_combine_params {
     mk_rank_params rank;

@@ -177,6 +177,8 @@ MK_DEVICE void clear_counters(const mk_rank_params &r, const void *schedule)
     for (int32_t c = 0; c < MK_NUM_TILE_COUNTERS; c++)
         for (int32_t t = (int32_t)thread_idx(); t < num_tiles; t += 128)
             store(counter_at(r, c, t), 0u);
+    for (int32_t t = (int32_t)thread_idx(); t < MK_SHARED_TILES(&r.dims); t += 128)
+        store(counter_at(r, MK_COUNTER_shared_s2_tasks_done, t), 0u);
 }
 
 /* Rank offsets of the global token ids, from all heads. */

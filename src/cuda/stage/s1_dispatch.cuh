@@ -20,11 +20,13 @@ struct Dispatch {
     const mk_rank_params &r;
     mk_table t;
     DispatchShared &s;
+    const mk_walk *walk;       /* fused: its readers free the ring's slots; null: launches do */
+    int64_t free_tile = -1;    /* tile whose slot this thread knows to be free */
     uint32_t parity = 0;
     int64_t pulled = 0, pulled_peer = 0, copied = 0;
 
-    MK_MEMBER Dispatch(const mk_rank_params &rank, void *schedule, DispatchShared &shared)
-        : r(rank), t(mk_table_at(&rank.memory, schedule)), s(shared)
+    MK_MEMBER Dispatch(const mk_rank_params &rank, const mk_table &table, DispatchShared &shared, const mk_walk *fused)
+        : r(rank), t(table), s(shared), walk(fused)
     {
         mbar_init(smem_addr(&s.full), 1);
         fence_mbar_init_release_cluster();
@@ -53,6 +55,18 @@ struct Dispatch {
         fence_proxy_async_global(); /* the row was announced to plain loads; a bulk copy reads it */
     }
 
+    /* Everybody who read the slot's old rows is done. Acquire: pairs with the releases of s2_gate_up's and this stage's tasks. */
+    MK_MEMBER void wait_slot(int64_t tile)
+    {
+        const int64_t old = walk ? mk_tile_before(walk, r.dims.ring_tiles, tile) : -1;
+        if (old < 0 || free_tile == tile)
+            return;
+        mk_need need;
+        for (int i = 0; mk_dispatch_need(walk, &t, old, i, &need); i++)
+            wait_flag_at_least_gpu(counter_at(r, need.counter, need.first), need.count, "s1_dispatch: free slot");
+        free_tile = tile;
+    }
+
     /* `bytes` bytes from `from` to row `row` and its duplicates, in pieces. */
     MK_MEMBER void move_bytes(const uint8_t *from, int64_t row, int32_t duplicates, int64_t bytes)
     {
@@ -76,6 +90,7 @@ struct Dispatch {
         if (record.src_rank < 0 || (from >= 0 && from / MK_ROW_TILE == tile))
             return; /* padding, or written together with the row it copies */
         const int32_t duplicates = duplicates_of(row);
+        wait_slot(tile);
         if (from >= 0) {
             wait_tile(from / MK_ROW_TILE);
             move_bytes(ring_at(from), row, duplicates, bytes);
@@ -112,7 +127,7 @@ struct Dispatch {
 /* One thread, one minibatch of the forward's walk, with others like it. */
 MK_DEVICE void s1_dispatch(const mk_dispatch_params &p)
 {
-    Dispatch dispatch(p.rank, p.schedule, *static_cast<DispatchShared *>(shared_base()));
+    Dispatch dispatch(p.rank, mk_table_at(&p.rank.memory, p.schedule), *static_cast<DispatchShared *>(shared_base()), nullptr);
     uint32_t *ticket = draw_from(p.rank, p.ticket);
     int64_t first, end;
     forward_minibatch(p.rank.dims, load(&dispatch.t.head->num_tiles), p.step, &first, &end);

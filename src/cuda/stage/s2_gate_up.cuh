@@ -7,18 +7,22 @@
 
 namespace mk {
 
+/* Where h, gate and up go: used by the staged launch and by the fused forward. */
+MK_DEVICE SwigluRows<RingRows, SavedRows> gate_up_epilogue(const mk_rank_params &r, void *context_memory, bool shared, int64_t num_tokens)
+{
+    const mk_memory &m = r.memory;
+    const int64_t cols = shared ? r.dims.shared_intermediate : r.dims.intermediate;
+    const int64_t saved_rows = shared ? num_tokens : r.dims.saved_tiles * MK_ROW_TILE;
+    char *context = r.dims.saved_tiles ? static_cast<char *>(context_memory) : nullptr;
+    bf16 *gate = context ? reinterpret_cast<bf16 *>(context + (shared ? m.saved_shared_gate : m.saved_gate)) : nullptr;
+    bf16 *up = context ? reinterpret_cast<bf16 *>(context + (shared ? m.saved_shared_up : m.saved_up)) : nullptr;
+    return {{in_local<bf16>(r, shared ? m.shared_h : m.ring_h), cols}, {gate, cols, saved_rows}, {up, cols, saved_rows}, r.swiglu_limit};
+}
+
 template <class Tile> MK_DEVICE void s2_gate_up(const mk_gemm_params &p)
 {
-    const mk_rank_params &r = p.rank;
-    const mk_memory &m = r.memory;
-    const int64_t cols = p.num_cols, saved_rows = p.shared ? p.num_tokens : r.dims.saved_tiles * MK_ROW_TILE;
-    char *context = r.dims.saved_tiles ? static_cast<char *>(p.context) : nullptr;
-    const SavedRows nowhere = {nullptr, cols, 0};
-    const SavedRows gate = {reinterpret_cast<bf16 *>(context + (p.shared ? m.saved_shared_gate : m.saved_gate)), cols, saved_rows};
-    const SavedRows up = {reinterpret_cast<bf16 *>(context + (p.shared ? m.saved_shared_up : m.saved_up)), cols, saved_rows};
-    const RingRows h = {in_local<bf16>(r, p.shared ? m.shared_h : m.ring_h), cols};
     StageProgram<Tile> program(p, Tile::cols / 2);
-    const SwigluRows<RingRows, SavedRows> epilogue = {h, context ? gate : nowhere, context ? up : nowhere, r.swiglu_limit};
+    const SwigluRows<RingRows, SavedRows> epilogue = gate_up_epilogue(p.rank, p.context, p.shared, p.num_tokens);
     gemm_cta<Tile>(program, epilogue);
 }
 

@@ -1,0 +1,166 @@
+/* The fused forward: one persistent launch that walks all tasks of a pass (layout/walk.h) while one thread of every CTA moves rows.
+ *
+ *   who            what                                                     stage
+ *   warp 2         rows from their ranks into the ring, by ticket           s1_dispatch
+ *   load thread    waits until a task's rows are there, then loads          (layout/depend.h)
+ *   math warps     gate/up and SwiGLU, or down and the push of y            s2, s3, s4, s5
+ *
+ * It computes what the staged launches compute, through the same stage code; only who waits for whom is new. The rank barrier
+ * and the reduce follow as launches of their own. */
+#ifndef MK_STAGE_FORWARD_CUH
+#define MK_STAGE_FORWARD_CUH
+
+#include "cuda/stage/rows.cuh"
+#include "cuda/stage/s1_dispatch.cuh"
+#include "cuda/stage/s2_gate_up.cuh"
+
+namespace mk {
+
+/* The narrow tile with a stage less, which makes room for the dispatch slot. */
+struct TileForward : TileNarrow { static constexpr uint32_t stages = 5; };
+
+/* Walking the tasks of a whole pass takes more registers than one GEMM's; the math warps have some to give. */
+constexpr int kForwardRegistersMath = 216, kForwardRegistersOther = 72;
+static_assert(kForwardRegistersOther + 2 * kForwardRegistersMath <= 3 * 168, "registers of 384 threads");
+
+struct ForwardShared {
+    GemmShared<TileForward> gemm;
+    DispatchShared dispatch;
+    mk_walk walk;
+};
+static_assert(sizeof(ForwardShared) == MK_FORWARD_SHARED, "what the host asks for");
+
+/* Cuts of the walk: a task is a pair of neighbouring column tiles, one for each CTA of the cluster. */
+MK_DEVICE mk_walk forward_walk(const mk_forward_params &p)
+{
+    constexpr int64_t pair = TileForward::cols * TileForward::cluster;
+    const mk_dims &d = p.rank.dims;
+    mk_walk w = {};
+    w.pass = MK_PASS_FORWARD;
+    w.grid.gate_up = (int32_t)mk_ceil_div(2 * d.intermediate, pair);
+    w.grid.down = (int32_t)mk_ceil_div(d.hidden, pair);
+    w.grid.shared_gate_up = (int32_t)mk_ceil_div(2 * d.shared_intermediate, pair);
+    w.grid.shared_down = w.grid.down;
+    w.grid.raises = (int32_t)(TileForward::cluster * kWarpsPerTile<TileForward>);
+    w.mb_tiles = d.mb_tiles_fwd;
+    if (!skipped(p.rank)) {
+        w.num_tiles = load(&static_cast<const mk_schedule_head *>(p.schedule)->num_tiles);
+        w.shared_tiles = d.shared_intermediate ? mk_ceil_div(p.num_tokens, MK_ROW_TILE) : 0;
+    }
+    mk_walk_count(&w);
+    return w;
+}
+
+MK_DEVICE bool is_shared(int32_t kind) { return kind == MK_TASK_SHARED_GATE_UP || kind == MK_TASK_SHARED_DOWN; }
+MK_DEVICE bool is_down(int32_t kind) { return kind == MK_TASK_DOWN || kind == MK_TASK_SHARED_DOWN; }
+
+/* The Program of the GEMM core (grouped.cuh) over the walk. GemmTask.kind is the task's, tag its tile. */
+struct ForwardProgram {
+    const mk_forward_params &p;
+    const mk_walk &walk;
+    mk_table t;
+
+    MK_MEMBER uint32_t next() const { return ticket_take_relaxed_gpu(&device_state(p.rank)->tickets[0], 1); }
+
+    MK_MEMBER bool task(uint32_t number, uint32_t rank, GemmTask &task) const
+    {
+        const mk_dims &d = p.rank.dims;
+        const mk_task next = mk_walk_task(&walk, number);
+        if (next.kind == MK_TASK_NONE)
+            return false;
+        const bool shared = is_shared(next.kind), down = is_down(next.kind);
+        const int64_t width = shared ? d.shared_intermediate : d.intermediate;
+        const int32_t cols = (int32_t)(down ? TileForward::cols : TileForward::cols / 2);
+        task.kind = next.kind;
+        task.tag = next.tile;
+        task.col = (next.part * (int32_t)TileForward::cluster + (int32_t)rank) * cols;
+        task.num_k_blocks = (int32_t)((down ? width : d.hidden) / kBlockK);
+        task.out_row = next.tile * MK_ROW_TILE;
+        if (shared) {
+            task.row = task.out_row;
+            task.num_rows = (int32_t)mk_min(p.num_tokens - task.out_row, MK_ROW_TILE);
+            return true;
+        }
+        task.expert = (int32_t)mk_expert_of_tile(&t, d.experts_count, next.tile);
+        task.row = (int32_t)ring_row(d, next.tile);
+        task.num_rows = (int32_t)mk_valid_rows(&t, task.expert, next.tile);
+        return true;
+    }
+
+    /* Acquire: the rows this task reads have been written, those it overwrites have been read; pairs with the releases of
+     * s1_dispatch and of ForwardEpilogue. They were written for plain loads; the copy engine reads them next. */
+    MK_MEMBER void wait_operands(const GemmTask &task) const
+    {
+        const mk_task as_walked = mk_task_make((mk_task_kind)task.kind, task.tag, 0);
+        mk_need need;
+        for (int i = 0; mk_task_need(&walk, &t, &p.rank.dims, as_walked, i, &need); i++)
+            wait_flag_at_least_gpu(counter_at(p.rank, need.counter, need.first), need.count, "forward: operands of a task");
+        fence_proxy_async_global();
+    }
+
+    MK_MEMBER GemmInput input(const GemmTask &task) const
+    {
+        const int32_t half = TileForward::cols / 2;
+        switch (task.kind) {
+        case MK_TASK_SHARED_GATE_UP: return {&p.shared_x, &p.shared_gate, &p.shared_up, p.shared_up_row, 0};
+        case MK_TASK_SHARED_DOWN: return {&p.shared_h, &p.shared_down, &p.shared_down, half, 0};
+        case MK_TASK_GATE_UP: return {&p.ring_x, &p.gate, &p.up, p.up_row, task.expert};
+        default: return {&p.ring_h, &p.down, &p.down, half, task.expert};
+        }
+    }
+};
+
+/* Runs the stage's epilogue and raises the task's counter, once for every math warp. */
+struct ForwardEpilogue {
+    const mk_forward_params &p;
+    mk_table t;
+
+    /* Release, cumulative over the warp's stores. */
+    MK_MEMBER void signal(int32_t counter, int32_t tile) const
+    {
+        sync_warp();
+        if (lane_idx() == 0)
+            flag_add_release_gpu(counter_at(p.rank, counter, tile), 1);
+    }
+
+    MK_MEMBER void down(const GemmTask &task, const Acc<TileForward> &acc, const WarpOut &out) const
+    {
+        const mk_rank_params &r = p.rank;
+        const bool shared = is_shared(task.kind);
+        /* h has been read, and nobody in this launch reads y: so before the pushes, whose completion a release would wait for. */
+        if (!shared)
+            signal(MK_COUNTER_s4_tasks_done, task.tag);
+        const StoreRows<SlotRows> store_rows = {{r, t.rows, shared ? in_local<bf16>(r, r.memory.shared_y) : nullptr, r.dims.hidden}};
+        store_rows(task, acc, out);
+    }
+
+    MK_MEMBER void gate_up(const GemmTask &task, const Acc<TileForward> &acc, const WarpOut &out) const
+    {
+        const mk_rank_params &r = p.rank;
+        const bool shared = is_shared(task.kind);
+        gate_up_epilogue(r, p.context, shared, p.num_tokens)(task, acc, out);
+        signal(shared ? MK_COUNTER_shared_s2_tasks_done : MK_COUNTER_s2_tasks_done, task.tag);
+    }
+
+    template <class Tile> MK_MEMBER void operator()(const GemmTask &task, const Acc<Tile> &acc, const WarpOut &out) const
+    {
+        if (is_down(task.kind))
+            down(task, acc, out);
+        else
+            gate_up(task, acc, out);
+    }
+};
+
+/* The dispatch role: one thread of each CTA. Rows come from the state's second ticket, in the order of the walk. */
+MK_DEVICE void forward_dispatch(const mk_forward_params &p, const mk_walk &walk, DispatchShared &shared)
+{
+    Dispatch dispatch(p.rank, mk_table_at(&p.rank.memory, p.schedule), shared, &walk);
+    uint32_t *ticket = &device_state(p.rank)->tickets[1];
+    const int64_t num_rows = walk.num_tiles * MK_ROW_TILE;
+    for (int64_t i = ticket_take_relaxed_gpu(ticket, 1); i < num_rows; i = ticket_take_relaxed_gpu(ticket, 1))
+        dispatch.move_row(num_rows - 1 - i);
+    dispatch.finish();
+}
+
+} /* namespace mk */
+#endif
