@@ -219,7 +219,7 @@ static void plan_walk(mk_cpu_run *run, mk_pass pass)
             g->dgrad_gate_up = g->shared_dgrad_gate_up = parts_of(d->hidden);
         if (run->want_weights) {
             g->wgrad = mk_cpu_wgrad_tasks(d, false);
-            g->shared_wgrad = shared ? mk_cpu_wgrad_tasks(d, true) + run->w->config.shared_gate : 0;
+            g->shared_wgrad = d->shared_intermediate ? mk_cpu_wgrad_tasks(d, true) + run->w->config.shared_gate : 0;
         }
         walk->piece_first = run->table.piece_first;
         walk->num_pieces = run->table.head->num_pieces;

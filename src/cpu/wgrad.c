@@ -137,12 +137,15 @@ void mk_cpu_wgrad(mk_cpu_run *run, mk_cpu_scratch *scratch, mk_task task)
         move_partial(run, &t, scratch->tile[0], true);
 }
 
+/* The shared expert of a rank without tokens is an expert without rows. */
+static bool left_alone(const mk_cpu_run *run, const mok_grad *g) { return g->accumulate && run->call->num_tokens == 0; }
+
 /* dwgate = sum over t ascending of da * x, in fp32. */
 static void shared_gate_wgrad(mk_cpu_run *run, mk_cpu_scratch *scratch)
 {
     const mok_grad *g = &run->grads->shared_output_gate;
     void *memory = grad_memory(g, 0, run->d->hidden);
-    if (!memory)
+    if (!memory || left_alone(run, g))
         return;
     const mk_bf16 *x = (const mk_bf16 *)(const void *)(run->w->heap + run->w->memory.x);
     for (int64_t first = 0; first < run->d->hidden; first += MK_CPU_TILE_FLOATS) {
@@ -168,7 +171,7 @@ void mk_cpu_shared_wgrad(mk_cpu_run *run, mk_cpu_scratch *scratch, mk_task task)
     wgrad_tile t = tile_of_part(run->d, true, task.part);
     const mok_grad *g = grad_of(run, t.matrix, true);
     void *memory = grad_memory(g, 0, mk_weight_elements(&run->w->config, t.matrix, t.outputs, t.inputs));
-    if (!memory)
+    if (!memory || left_alone(run, g))
         return;
     add_rows(run, scratch, &t, true, 0, run->call->num_tokens, false);
     store_tile(run, &t, g, memory, scratch->tile[0]);
