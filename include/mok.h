@@ -221,10 +221,13 @@ typedef struct mok_group mok_group;
 
 /* All ranks are threads of this process: groups[r] becomes rank r's handle. Not collective: call it once, hand one handle
  * to each thread. Destroy every handle. devices: NULL for the cpu backend; else one CUDA device number per rank, where
- * equal numbers make virtual ranks that share a GPU (unsupported yet). */
+ * equal numbers make virtual ranks that share a GPU: for tests; their calls may block until the other ranks have called, and cannot be
+ * captured in a graph. MOK_E_ENV: no driver, no supported GPU, or GPUs without peer access, every such pair named. */
 MOK_API mok_status mok_group_create_local(int32_t num_ranks, const int32_t *devices, mok_group **groups);
 
-/* Peer pointers come from the caller, for ranks in several processes. Every function is collective over the group, may
+/* Peer pointers come from the caller, for ranks in several processes. A workspace with MOK_BACKEND_CUDA takes them as device pointers
+ * and runs on the device that is current in the thread that creates it (one GPU per rank); MOK_BACKEND_AUTO means cpu here.
+ * Every function is collective over the group, may
  * block, and returns 0 or a non-zero error that the library passes on as MOK_E_ENV. */
 typedef struct mok_provider {
     uint32_t struct_size, api_version;
@@ -360,6 +363,17 @@ typedef struct mok_backward_args {
     mok_grads grads;            /* out; all-zero = no weight gradients */
 } mok_backward_args;
 MOK_API mok_status mok_backward(mok_workspace *workspace, const mok_backward_args *args, void *stream);
+
+/* ---------------------------------------------------------------------------------------------------------------------
+ * Memory helpers for C programs: memory that the workspace's backend can address (device memory on cuda), and a way in and out. A
+ * framework with an allocator of its own needs none of them. Not collective.
+ * ------------------------------------------------------------------------------------------------------------------ */
+/* Aligned to 256 bytes, contents undefined. MOK_E_MEMORY. */
+MOK_API mok_status mok_memory_alloc(mok_workspace *workspace, size_t bytes, void **memory);
+/* Only once all work that uses it is done. NULL is allowed. Before the workspace is destroyed. */
+MOK_API void mok_memory_free(mok_workspace *workspace, void *memory);
+/* `to` and `from` may each be such memory or the host's. Blocks until the workspace's work and the copy are done. */
+MOK_API mok_status mok_memory_copy(mok_workspace *workspace, void *to, const void *from, size_t bytes);
 
 /* ---------------------------------------------------------------------------------------------------------------------
  * Observation.

@@ -113,7 +113,7 @@ static mok_status run(mok_workspace *w, mk_call *call, mok_status checked, void 
     if (checked == MOK_OK)
         checked = w->backend->check(w, call);
     if (checked != MOK_OK) {
-        w->backend->refuse(w, call->operation, call->layer, checked);
+        w->backend->refuse(w, call->operation, call->layer, checked, stream);
         return checked;
     }
     return w->backend->run(w, call, stream);

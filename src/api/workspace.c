@@ -1,4 +1,5 @@
 /* Workspaces: collective creation, in which every rank sees every rank's configuration or complaint before anyone decides. */
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -62,7 +63,8 @@ static void release(mok_workspace *w)
         w->backend->close(w);
     if (w->heap)
         w->group->transport->heap_free(w->group, w->heap);
-    free(w->local);
+    if (w->local)
+        w->backend->memory_free(w, w->local);
     free(w->heaps);
     free(w);
 }
@@ -83,10 +85,16 @@ static mok_status resolve(mok_group *group, const mok_config *cfg, mok_workspace
 static mok_status allocate(mok_workspace *w)
 {
     void *local = NULL;
+    char why[300];
     w->heaps = calloc((size_t)w->group->size, sizeof *w->heaps);
-    if (!w->heaps || posix_memalign(&local, 4096, (size_t)mk_max(w->memory.local_bytes, 1)))
-        return mk_fail(MOK_E_MEMORY, "no memory for a workspace of %lld bytes (heap %lld, local %lld)",
-                       (long long)(w->memory.heap_bytes + w->memory.local_bytes), (long long)w->memory.heap_bytes, (long long)w->memory.local_bytes);
+    if (!w->heaps)
+        return mk_fail(MOK_E_MEMORY, "no memory for %d heap pointers", w->group->size);
+    mok_status status = w->backend->memory_alloc(w, (size_t)w->memory.local_bytes, &local);
+    if (status != MOK_OK) {
+        snprintf(why, sizeof why, "%s", mok_last_error());
+        return mk_fail(status, "no memory for a workspace of %lld bytes (heap %lld, local %lld): %s",
+                       (long long)(w->memory.heap_bytes + w->memory.local_bytes), (long long)w->memory.heap_bytes, (long long)w->memory.local_bytes, why);
+    }
     w->local = local;
     return MOK_OK;
 }

@@ -30,12 +30,18 @@ typedef struct mk_backend {
     mok_status (*check)(mok_workspace *w, const mk_call *call);
     /* Runs the call on the stream. */
     mok_status (*run)(mok_workspace *w, const mk_call *call, void *stream);
-    /* Tells the other ranks that this rank refuses its call, with the thread's sentence. Does not wait for them. */
-    void (*refuse)(mok_workspace *w, mk_operation operation, uint64_t layer, mok_status status);
+    /* Tells the other ranks, on the call's stream, that this rank refuses it, with the thread's sentence. Does not wait for them
+     * (but for ranks that share a GPU). */
+    void (*refuse)(mok_workspace *w, mk_operation operation, uint64_t layer, mok_status status, void *stream);
     /* Blocks if `block`, else may answer MOK_NOT_READY. */
     mok_status (*wait)(mok_workspace *w, bool block);
     /* Copies the head of schedule memory to the host. */
     mok_status (*schedule_head)(mok_workspace *w, const void *schedule, mk_schedule_head *head);
+    /* Memory that the backend can address, aligned to MK_BUFFER_ALIGN; of the workspace itself (before open) and of mok_memory_alloc. */
+    mok_status (*memory_alloc)(mok_workspace *w, size_t bytes, void **memory);
+    void (*memory_free)(mok_workspace *w, void *memory);
+    /* Between such memory and the host's, any way. Waits for the workspace's work first. */
+    mok_status (*memory_copy)(mok_workspace *w, void *to, const void *from, size_t bytes);
 } mk_backend;
 
 struct mok_workspace {
@@ -68,8 +74,9 @@ static inline const char *mk_operation_name(mk_operation operation)
 int32_t mk_backend_count(void);
 const mk_backend *mk_backend_at(int32_t index);
 /* The backend for a group and a wish; the sentence says why there is none. */
-mok_status mk_backend_choose(const mok_group *group, mok_backend_id wish, const mk_backend **backend);
+mok_status mk_backend_choose(mok_group *group, mok_backend_id wish, const mk_backend **backend);
 
-extern const mk_backend mk_backend_cpu; /* cpu/cpu.c */
+extern const mk_backend mk_backend_cpu;  /* cpu/cpu.c */
+extern const mk_backend mk_backend_cuda; /* cuda/host/cuda.c */
 
 #endif

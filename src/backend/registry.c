@@ -2,17 +2,32 @@
 
 #include "backend/backend.h"
 #include "base/error.h"
+#include "cuda/host/driver.h"
 
-static const mk_backend *const backends[] = {&mk_backend_cpu};
+static const mk_backend *const backends[] = {&mk_backend_cpu, &mk_backend_cuda};
 
 int32_t mk_backend_count(void) { return (int32_t)(sizeof backends / sizeof *backends); }
 const mk_backend *mk_backend_at(int32_t index) { return index >= 0 && index < mk_backend_count() ? backends[index] : NULL; }
 
-mok_status mk_backend_choose(const mok_group *group, mok_backend_id wish, const mk_backend **backend)
+static mok_status choose_cuda(mok_group *group, const mk_backend **backend)
 {
-    (void)group;
-    if (wish == MOK_BACKEND_CUDA)
-        return mk_fail(MOK_E_UNSUPPORTED, "backend cuda is not built into this library: use MOK_BACKEND_CPU or MOK_BACKEND_AUTO");
+    if (!group->device && group->transport == &mk_transport_local) {
+        const mk_cuda_driver *api;
+        MK_TRY(mk_cuda_driver_get(&api)); /* the better reason, if there is no driver at all */
+        return mk_fail(MOK_E_ARG, "backend cuda: the group was made without devices: give mok_group_create_local one device number per rank");
+    }
+    MK_TRY(mk_group_use_current_device(group));
+    *backend = &mk_backend_cuda;
+    return MOK_OK;
+}
+
+mok_status mk_backend_choose(mok_group *group, mok_backend_id wish, const mk_backend **backend)
+{
+    bool on_devices = group->device && group->transport == &mk_transport_local;
+    if (wish == MOK_BACKEND_CUDA || (wish == MOK_BACKEND_AUTO && on_devices))
+        return choose_cuda(group, backend);
+    if (on_devices) /* its heaps are device memory */
+        return mk_fail(MOK_E_ARG, "backend cpu: the group was made with devices: pass devices = NULL to mok_group_create_local");
     *backend = &mk_backend_cpu;
     return MOK_OK;
 }

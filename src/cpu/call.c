@@ -129,8 +129,9 @@ mok_status mk_cpu_call_meet(mok_workspace *w, const mk_call *call)
     return compare_heads(w);
 }
 
-void mk_cpu_call_refuse(mok_workspace *w, mk_operation operation, uint64_t layer, mok_status status)
+void mk_cpu_call_refuse(mok_workspace *w, mk_operation operation, uint64_t layer, mok_status status, void *stream)
 {
+    (void)stream;
     mk_call_head *head;
     char sentence[sizeof head->sentence];
     snprintf(sentence, sizeof sentence, "%.*s", (int)sizeof sentence - 1, mok_last_error());

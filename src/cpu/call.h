@@ -11,7 +11,7 @@ mok_status mk_cpu_call_open(mok_workspace *w, const mk_call *call, uint64_t sche
 mok_status mk_cpu_call_meet(mok_workspace *w, const mk_call *call);
 
 /* Takes part in the first barrier of a call that this rank refuses, without waiting for it. */
-void mk_cpu_call_refuse(mok_workspace *w, mk_operation operation, uint64_t layer, mok_status status);
+void mk_cpu_call_refuse(mok_workspace *w, mk_operation operation, uint64_t layer, mok_status status, void *stream);
 
 /* All ranks' writes before it are visible to all ranks after it. `stage` names the wait if it runs out. */
 mok_status mk_cpu_barrier(mok_workspace *w, const char *stage, uint64_t layer);

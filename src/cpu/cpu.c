@@ -2,6 +2,7 @@
  * done when it returns. */
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <unistd.h>
 
 #include "base/error.h"
@@ -134,6 +135,26 @@ static mok_status schedule_head(mok_workspace *w, const void *schedule, mk_sched
     return MOK_OK;
 }
 
+static mok_status memory_alloc(mok_workspace *w, size_t bytes, void **memory)
+{
+    (void)w;
+    return posix_memalign(memory, 4096, bytes ? bytes : 1) ? mk_fail(MOK_E_MEMORY, "no memory for %zu bytes", bytes) : MOK_OK;
+}
+
+static void memory_free(mok_workspace *w, void *memory)
+{
+    (void)w;
+    free(memory);
+}
+
+static mok_status memory_copy(mok_workspace *w, void *to, const void *from, size_t bytes)
+{
+    (void)w;
+    if (bytes)
+        memcpy(to, from, bytes);
+    return MOK_OK;
+}
+
 const mk_backend mk_backend_cpu = {
     .name = "cpu",
     .id = MOK_BACKEND_CPU,
@@ -145,4 +166,7 @@ const mk_backend mk_backend_cpu = {
     .refuse = mk_cpu_call_refuse,
     .wait = wait_done,
     .schedule_head = schedule_head,
+    .memory_alloc = memory_alloc,
+    .memory_free = memory_free,
+    .memory_copy = memory_copy,
 };

@@ -56,6 +56,7 @@ void mok_group_destroy(mok_group *group)
     if (!group)
         return;
     group->transport->close(group);
+    mk_group_release_device(group);
     free(group);
 }
 

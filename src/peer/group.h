@@ -17,9 +17,21 @@ struct mok_group {
     const mk_transport *transport;
     mok_provider provider;      /* transport of mok_group_create */
     struct mk_rendezvous *local;/* transport of mok_group_create_local */
+    struct mk_cuda_device *device; /* this rank's GPU, or NULL; the handle's own use of it */
 };
 
 /* peer/local.c */
 extern const mk_transport mk_transport_local;
+
+/* peer/devices.c: a GPU for every handle, ranks[r] on devices[r], all reaching each other. On failure no handle has one. */
+mok_status mk_group_use_devices(mok_group *const *ranks, const int32_t *devices, int32_t num_ranks);
+/* A group of a caller's provider: the GPU that is current in this thread. Nothing happens if the handle has one. */
+mok_status mk_group_use_current_device(mok_group *group);
+void mk_group_release_device(mok_group *group);
+/* Another use of the group's device, to be released by whoever keeps it; NULL without a device. */
+struct mk_cuda_device *mk_group_share_device(const mok_group *group);
+/* Zeroed device memory of a rank, NULL if there is none. */
+void *mk_group_device_alloc(const mok_group *group, size_t bytes);
+void mk_group_device_free(const mok_group *group, void *memory);
 
 #endif

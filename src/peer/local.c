@@ -86,26 +86,32 @@ static mok_status local_all_gather(mok_group *g, const void *send, void *recv, s
     return status;
 }
 
-static mok_status local_heap_alloc(mok_group *g, size_t bytes, void **peers, int64_t timeout_ms)
+static void *host_memory(size_t bytes)
 {
     void *own = NULL;
     if (posix_memalign(&own, 4096, bytes ? bytes : 1))
-        own = NULL; /* still tell the others, so that they do not wait */
+        return NULL;
+    return memset(own, 0, bytes);
+}
+
+static void local_heap_free(mok_group *g, void *own)
+{
+    if (g->device)
+        mk_group_device_free(g, own);
     else
-        memset(own, 0, bytes);
+        free(own);
+}
+
+static mok_status local_heap_alloc(mok_group *g, size_t bytes, void **peers, int64_t timeout_ms)
+{
+    void *own = g->device ? mk_group_device_alloc(g, bytes) : host_memory(bytes); /* NULL: still tell the others, so that they do not wait */
     mok_status status = local_all_gather(g, &own, peers, sizeof own, timeout_ms);
     for (int32_t r = 0; r < g->size && status == MOK_OK; r++)
         if (!peers[r])
             status = mk_fail(MOK_E_MEMORY, "rank %d could not allocate its heap of %zu bytes", r, bytes);
     if (status != MOK_OK)
-        free(own);
+        local_heap_free(g, own);
     return status;
-}
-
-static void local_heap_free(mok_group *g, void *own)
-{
-    (void)g;
-    free(own);
 }
 
 static void local_close(mok_group *g)
@@ -130,8 +136,6 @@ mok_status mok_group_create_local(int32_t num_ranks, const int32_t *devices, mok
         return mk_fail(MOK_E_ARG, "groups is NULL: it must point to num_ranks handles");
     if (num_ranks < 1 || num_ranks > 4096)
         return mk_fail(MOK_E_ARG, "num_ranks is %d: it must be from 1 to 4096", num_ranks);
-    if (devices)
-        return mk_fail(MOK_E_UNSUPPORTED, "devices is given, but the cuda backend is not built into this library: pass NULL for the cpu backend");
     mk_rendezvous *v = calloc(1, sizeof *v);
     mok_group **made = calloc((size_t)num_ranks, sizeof *made);
     if (v)
@@ -156,8 +160,13 @@ mok_status mok_group_create_local(int32_t num_ranks, const int32_t *devices, mok
         made[r]->size = num_ranks;
         made[r]->transport = &mk_transport_local;
         made[r]->local = v;
-        groups[r] = made[r];
     }
+    mok_status status = devices ? mk_group_use_devices(made, devices, num_ranks) : MOK_OK;
+    for (int32_t r = 0; r < num_ranks; r++)
+        if (status == MOK_OK)
+            groups[r] = made[r];
+        else
+            mok_group_destroy(made[r]);
     free(made);
-    return MOK_OK;
+    return status;
 }

@@ -1,0 +1,251 @@
+/* One collective call as launches on the caller's stream: the list of cuda/kernel/params.h, with parameters and grids. Nothing is allocated,
+ * and the host waits for nothing, but for ranks that share a GPU (meet.c). */
+#include <stdio.h>
+#include <string.h>
+
+#include "base/error.h"
+#include "cuda/host/state.h"
+
+enum { BLOCKS_PER_SM = 8, COMMUNICATION_ROW_TILE = MK_ROW_TILE, COPY_BYTES_PER_BLOCK = 16384 };
+
+typedef struct cuda_call {
+    mok_workspace *w;
+    mk_cuda_state *s;
+    const mk_cuda_driver *api;
+    mk_operation operation;
+    mk_cu_stream stream;
+    bool capturing;
+    bool refused;            /* by this rank */
+    bool skip;               /* some rank refuses (known here only where ranks meet on the host) */
+    int32_t launches;        /* that draw from a ticket */
+    mk_open_params open;
+} cuda_call;
+
+static mok_status launch(const cuda_call *c, mk_cuda_kernel kernel, int64_t blocks, void *params, int64_t step)
+{
+    const mk_cuda_kernel_shape *shape = &mk_cuda_kernel_shapes[kernel];
+    mk_cu_launch_attribute cluster = {.id = MK_CU_LAUNCH_CLUSTER_DIMENSION, .value = {.cluster = {shape->cluster, 1, 1}}};
+    mk_cu_launch config = {.grid_x = (unsigned)blocks, .grid_y = 1, .grid_z = 1, .block_x = shape->threads, .block_y = 1, .block_z = 1,
+                           .shared_bytes = shape->shared, .stream = c->stream, .attributes = &cluster, .num_attributes = shape->cluster > 1};
+    void *list[] = {params};
+    MK_CUDA_TRY(c->api->cuLaunchKernelEx(&config, c->s->device->kernels.function[kernel], list, NULL),
+                "rank %d: launching %s of %s, step %lld (%u blocks of %u on device %d)", c->w->dims.rank, shape->name, mk_operation_name(c->operation),
+                (long long)step, config.grid_x, config.block_x, c->s->device->ordinal);
+    return MOK_OK;
+}
+
+/* Enough blocks to fill the GPU, but none without work. */
+static int64_t blocks_for(const cuda_call *c, int64_t pieces)
+{
+    return mk_max(mk_min(pieces, (int64_t)c->s->device->num_sms * BLOCKS_PER_SM), 1);
+}
+
+/* --- the beginning and the end of a call ------------------------------------------------------------------------------ */
+/* The calls of a workspace happen in order, whichever streams they come on. A captured call's place in time is the caller's matter. */
+static mok_status follow_last_call(cuda_call *c)
+{
+    mk_cuda_state *s = c->s;
+    int capturing = 0;
+    MK_CUDA_TRY(c->api->cuStreamIsCapturing(c->stream, &capturing), "rank %d: asking whether the stream is being captured", c->w->dims.rank);
+    c->capturing = capturing != 0;
+    if (c->capturing && s->meets_on_host)
+        return mk_fail(MOK_E_UNSUPPORTED, "the stream is being captured, but ranks of this group share a GPU and meet on the host: capture needs one GPU "
+                                          "per rank");
+    if (!c->capturing && s->called && s->last_stream != c->stream)
+        MK_CUDA_TRY(c->api->cuStreamWaitEvent(c->stream, s->done, 0), "rank %d: ordering two streams", c->w->dims.rank);
+    if (!s->clear_fault)
+        return MOK_OK;
+    /* The host has taken the record of an earlier call; behind that call, the device may write a new one. */
+    s->clear_fault = false;
+    MK_CUDA_TRY(c->api->cuMemsetD32Async(mk_cu_address(c->w->local + c->w->memory.device_state + offsetof(mk_device_state, fault.kind)), MK_FAULT_NONE, 1,
+                                         c->stream),
+                "rank %d: clearing the device's fault record", c->w->dims.rank);
+    return MOK_OK;
+}
+
+static mok_status open_call(cuda_call *c, const void *expert_ids, const void *x, const void *router_weights)
+{
+    int64_t tokens = c->open.num_tokens;
+    MK_TRY(follow_last_call(c));
+    MK_TRY(launch(c, MK_CUDA_mok_call_open, 1, &c->open, 0));
+    if (!tokens || c->refused)
+        return MOK_OK;
+    mk_publish_params publish = {.rank = c->s->rank, .num_tokens = tokens, .expert_ids = expert_ids, .x = x, .router_weights = router_weights};
+    int64_t bytes = tokens * (x ? c->w->dims.hidden * 2 : c->w->dims.topk * 4);
+    return launch(c, MK_CUDA_mok_publish, blocks_for(c, mk_ceil_div(bytes, COPY_BYTES_PER_BLOCK)), &publish, 0);
+}
+
+/* A rank that has failed (`status`) still tells those that it meets on the host. */
+static mok_status barrier(cuda_call *c, mok_status status)
+{
+    if (c->s->meets_on_host)
+        return mk_cuda_meet(c->w, c->stream, c->operation, status, c->refused, &c->skip);
+    return status == MOK_OK ? launch(c, MK_CUDA_mok_rank_barrier, 1, &c->s->rank, 0) : status;
+}
+
+static mok_status begin(cuda_call *c, const void *expert_ids, const void *x, const void *router_weights)
+{
+    MK_TRY(barrier(c, open_call(c, expert_ids, x, router_weights)));
+    return launch(c, MK_CUDA_mok_call_check, 1, &c->open, 0);
+}
+
+static mok_status end(cuda_call *c)
+{
+    mk_cuda_state *s = c->s;
+    if (c->capturing) {
+        s->captured = true;
+        return MOK_OK;
+    }
+    MK_CUDA_TRY(c->api->cuEventRecord(s->done, c->stream), "rank %d: recording the end of %s", c->w->dims.rank, mk_operation_name(c->operation));
+    s->called = true;
+    s->last_stream = c->stream;
+    return MOK_OK;
+}
+
+static cuda_call make_call(mok_workspace *w, mk_operation operation, uint64_t layer, int64_t num_tokens, void *stream)
+{
+    mk_cuda_state *s = w->state;
+    cuda_call c = {.w = w, .s = s, .api = s->api, .operation = operation, .stream = stream};
+    c.open.rank = s->rank;
+    c.open.layer = layer;
+    c.open.operation = (int32_t)operation;
+    c.open.num_tokens = num_tokens;
+    return c;
+}
+
+/* --- s0 --------------------------------------------------------------------------------------------------------------- */
+static mok_status clear_counts(const cuda_call *c, int64_t *counts)
+{
+    if (counts)
+        MK_CUDA_TRY(c->api->cuMemsetD32Async(mk_cu_address(counts), 0, (size_t)c->w->dims.num_experts * 2, c->stream), "rank %d: clearing %lld token counts",
+                    c->w->dims.rank, (long long)c->w->dims.num_experts);
+    return MOK_OK;
+}
+
+static mok_status launch_s0(const cuda_call *c, const mok_schedule_args *a)
+{
+    const mk_dims *d = &c->w->dims;
+    mk_s0_params p = {.rank = c->s->rank, .schedule = a->schedule, .num_tokens = a->num_tokens, .expert_ids = a->expert_ids,
+                      .tokens_local = a->tokens_per_expert_local, .tokens_global = a->tokens_per_expert_global};
+    MK_TRY(clear_counts(c, a->tokens_per_expert_local));
+    MK_TRY(clear_counts(c, a->tokens_per_expert_global));
+    MK_TRY(launch(c, MK_CUDA_mok_s0_count, MK_SCHEDULE_CHUNKS / 8, &p, 0));
+    MK_TRY(launch(c, MK_CUDA_mok_s0_scan, mk_max(d->experts_count, 1), &p, 0));
+    MK_TRY(launch(c, MK_CUDA_mok_s0_segments, 1, &p, 0));
+    MK_TRY(launch(c, MK_CUDA_mok_s0_place, MK_SCHEDULE_CHUNKS / 8, &p, 0));
+    return launch(c, MK_CUDA_mok_s0_copies, blocks_for(c, mk_ceil_div(d->max_tokens * d->num_ranks, 256)), &p, 0);
+}
+
+static mok_status run_schedule(cuda_call *c, const mok_schedule_args *a)
+{
+    c->open.schedule = a->schedule;
+    MK_TRY(begin(c, a->expert_ids, NULL, NULL));
+    return c->skip ? MOK_OK : launch_s0(c, a);
+}
+
+/* --- forward and recompute -------------------------------------------------------------------------------------------- */
+static mk_gemm_params gemm_params(const cuda_call *c, mk_gemm_id id, const mok_forward_args *a)
+{
+    const mk_cuda_gemm *g = &c->s->gemm[id];
+    return (mk_gemm_params){.a = g->a, .b_low = g->b_low, .b_high = g->b_high, .rank = c->s->rank, .schedule = (void *)(uintptr_t)a->schedule,
+                            .context = a->context, .num_tokens = a->num_tokens, .shared = id >= MK_GEMM_SHARED_GATE_UP, .num_cols = g->num_cols,
+                            .num_k_blocks = g->num_k_blocks, .b_high_row = g->b_high_row};
+}
+
+/* Row tiles: of a minibatch, or of the shared expert. */
+static mok_status launch_gemm(cuda_call *c, mk_gemm_id id, mk_gemm_params *p, int64_t row_tiles, int64_t step)
+{
+    const mk_cuda_gemm *g = &c->s->gemm[id];
+    int64_t resident = mk_max(c->s->device->kernels.max_clusters[g->kernel] - c->s->reserve_clusters, 1);
+    p->step = (int32_t)step;
+    p->ticket = c->launches++ & 1;
+    return launch(c, g->kernel, mk_min(resident, row_tiles * g->tasks_per_tile) * mk_cuda_kernel_shapes[g->kernel].cluster, p, step);
+}
+
+static mok_status launch_shared(cuda_call *c, const mok_forward_args *a, bool down)
+{
+    int64_t tiles = mk_ceil_div(a->num_tokens, MK_ROW_TILE);
+    mk_gemm_params p = gemm_params(c, MK_GEMM_SHARED_GATE_UP, a);
+    MK_TRY(launch_gemm(c, MK_GEMM_SHARED_GATE_UP, &p, tiles, 0));
+    if (!down)
+        return MOK_OK;
+    p = gemm_params(c, MK_GEMM_SHARED_DOWN, a);
+    return launch_gemm(c, MK_GEMM_SHARED_DOWN, &p, tiles, 0);
+}
+
+/* As many minibatches as the worst routing needs; those that the table does not have end at once. */
+static mok_status launch_steps(cuda_call *c, const mok_forward_args *a, bool down)
+{
+    const mk_dims *d = &c->w->dims;
+    mk_gemm_params gate_up = gemm_params(c, MK_GEMM_GATE_UP, a), down_params = gemm_params(c, MK_GEMM_DOWN, a);
+    mk_dispatch_params dispatch = {.rank = c->s->rank, .schedule = gate_up.schedule};
+    int64_t steps = mk_ceil_div(d->capacity_tiles, d->mb_tiles_fwd), dispatch_blocks = blocks_for(c, d->mb_tiles_fwd * COMMUNICATION_ROW_TILE);
+    for (int64_t step = 0; step < steps; step++) {
+        dispatch.step = (int32_t)step;
+        dispatch.ticket = c->launches++ & 1;
+        MK_TRY(launch(c, MK_CUDA_mok_s1_dispatch, dispatch_blocks, &dispatch, step));
+        MK_TRY(launch_gemm(c, MK_GEMM_GATE_UP, &gate_up, d->mb_tiles_fwd, step));
+        if (down)
+            MK_TRY(launch_gemm(c, MK_GEMM_DOWN, &down_params, d->mb_tiles_fwd, step));
+    }
+    return MOK_OK;
+}
+
+static mok_status launch_stages(cuda_call *c, const mok_forward_args *a, bool forward)
+{
+    const mk_dims *d = &c->w->dims;
+    if (!forward && !d->saved_tiles) /* a context without rows */
+        return MOK_OK;
+    if (d->shared_intermediate && a->num_tokens)
+        MK_TRY(launch_shared(c, a, forward));
+    return launch_steps(c, a, forward);
+}
+
+static mok_status run_pass(cuda_call *c, const mok_forward_args *a)
+{
+    bool forward = c->operation == MK_OP_FORWARD;
+    c->open.schedule = (void *)(uintptr_t)a->schedule;
+    MK_TRY(begin(c, NULL, a->x, forward ? a->router_weights : NULL));
+    if (c->skip)
+        return MOK_OK;
+    MK_TRY(barrier(c, launch_stages(c, a, forward)));
+    mk_combine_params p = {.rank = c->s->rank, .schedule = a->schedule, .context = a->context, .x = a->x,
+                           .shared_output_gate = a->weights.shared_output_gate, .out = forward ? a->out : NULL, .num_tokens = a->num_tokens};
+    return launch(c, MK_CUDA_mok_s5_combine, forward ? blocks_for(c, a->num_tokens) : 1, &p, 0);
+}
+
+mok_status mk_cuda_run(mok_workspace *w, const mk_call *call, void *stream)
+{
+    cuda_call c = make_call(w, call->operation, call->layer, call->num_tokens, stream);
+    MK_TRY(mk_cuda_enter(c.s->device));
+    mok_status status = call->operation == MK_OP_SCHEDULE ? run_schedule(&c, &call->schedule) : run_pass(&c, &call->forward);
+    if (status == MOK_OK)
+        status = end(&c);
+    mk_cuda_leave(c.s->device);
+    if (status != MOK_OK) /* some launches are missing: the ranks are no longer in step */
+        w->broken = true;
+    return status;
+}
+
+void mk_cuda_refuse(mok_workspace *w, mk_operation operation, uint64_t layer, mok_status why, void *stream)
+{
+    cuda_call c = make_call(w, operation, layer, 0, stream);
+    char sentence[sizeof c.open.sentence];
+    snprintf(sentence, sizeof sentence, "%.*s", (int)sizeof sentence - 1, mok_last_error());
+    if (w->broken)
+        return;
+    memcpy(c.open.sentence, sentence, sizeof sentence);
+    c.open.status = (int32_t)why;
+    c.refused = true;
+    mok_status status = mk_cuda_enter(c.s->device);
+    if (status == MOK_OK) {
+        status = begin(&c, NULL, NULL, NULL);
+        if (status == MOK_OK && !c.skip && operation != MK_OP_SCHEDULE)
+            status = barrier(&c, MOK_OK);
+        if (status == MOK_OK)
+            status = end(&c);
+        mk_cuda_leave(c.s->device);
+    }
+    w->broken |= status != MOK_OK;
+    mk_fail(why, "%s", sentence); /* telling the others may have overwritten it */
+}

@@ -1,0 +1,350 @@
+/* The cuda backend: this file fills its table. A call is a few launches on the caller's stream, asynchronous and without host waits; what
+ * goes wrong on the device is found in pinned memory by the next call, or by mok_wait and mok_poll. */
+#include "cuda/host/state.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/error.h"
+
+/* --- memory ----------------------------------------------------------------------------------------------------------- */
+static mok_status memory_alloc(mok_workspace *w, size_t bytes, void **memory)
+{
+    const mk_cuda_device *d = w->group->device;
+    mk_cu_pointer address = 0;
+    size_t left = 0, total = 0;
+    MK_TRY(mk_cuda_enter(d));
+    mk_cu_result result = d->api->cuMemAlloc(&address, bytes ? bytes : 1);
+    if (result != MK_CU_SUCCESS)
+        d->api->cuMemGetInfo(&left, &total);
+    mk_cuda_leave(d);
+    if (result != MK_CU_SUCCESS)
+        return mk_cuda_fail(result, "rank %d: allocating %zu bytes on device %d (%zu of %zu bytes are free)", w->group->rank, bytes, d->ordinal, left, total);
+    *memory = (void *)(uintptr_t)address;
+    return MOK_OK;
+}
+
+static void memory_free(mok_workspace *w, void *memory)
+{
+    const mk_cuda_device *d = w->group->device;
+    if (!memory || mk_cuda_enter(d) != MOK_OK)
+        return;
+    d->api->cuMemFree(mk_cu_address(memory));
+    mk_cuda_leave(d);
+}
+
+/* --- open and close --------------------------------------------------------------------------------------------------- */
+static void close_entered(mok_workspace *w)
+{
+    mk_cuda_state *s = w->state;
+    for (int i = 0; i < 2; i++)
+        if (s->meeting[i])
+            s->api->cuEventDestroy(s->meeting[i]);
+    if (s->done)
+        s->api->cuEventDestroy(s->done);
+    if (s->fault)
+        s->api->cuMemFreeHost(s->fault);
+    if (s->heaps)
+        s->api->cuMemFree(s->heaps);
+}
+
+static void close_state(mok_workspace *w)
+{
+    mk_cuda_state *s = w->state;
+    if (s && mk_cuda_enter(s->device) == MOK_OK) {
+        close_entered(w);
+        mk_cuda_leave(s->device);
+    }
+    if (s)
+        free(s->arrivals);
+    free(s);
+    w->state = NULL;
+}
+
+/* Who has which GPU: ranks that share one must meet on the host. Collective, and the first thing that all ranks do. */
+typedef struct seat { mk_cu_uuid uuid; int32_t ordinal; } seat;
+
+static mok_status find_sharers(mok_workspace *w, bool *share)
+{
+    int32_t ranks = w->dims.num_ranks;
+    seat mine = {w->group->device->uuid, w->group->device->ordinal}, *all = calloc((size_t)ranks, sizeof *all);
+    if (!all)
+        return mk_fail(MOK_E_MEMORY, "no memory to compare the devices of %d ranks", ranks);
+    all[0] = mine;
+    mok_status status = ranks > 1 ? w->group->transport->all_gather(w->group, &mine, all, sizeof mine, w->config.timeout_ms) : MOK_OK;
+    for (int32_t i = 0; i < ranks && status == MOK_OK; i++)
+        for (int32_t j = 0; j < i && status == MOK_OK; j++) {
+            if (memcmp(&all[i].uuid, &all[j].uuid, sizeof all[i].uuid))
+                continue;
+            *share = true;
+            if (w->group->transport != &mk_transport_local)
+                status = mk_fail(MOK_E_UNSUPPORTED, "ranks %d and %d share a GPU (device %d of rank %d): only ranks of mok_group_create_local can do that", j, i,
+                                 all[j].ordinal, j);
+        }
+    free(all);
+    return status;
+}
+
+static mok_status check_config(const mok_workspace *w)
+{
+    if (w->config.weight_layout != MOK_WEIGHT_NK)
+        return mk_fail(MOK_E_UNSUPPORTED, "weight_layout is MOK_WEIGHT_KN: backend cuda reads weights as MOK_WEIGHT_NK only, for now");
+    return MOK_OK;
+}
+
+static void fill_rank(mok_workspace *w, mk_cu_pointer fault)
+{
+    mk_cuda_state *s = w->state;
+    s->rank = (mk_rank_params){.dims = w->dims, .memory = w->memory, .heap = w->heap, .local = w->local, .heaps = (char *const *)(uintptr_t)s->heaps,
+                               .host_fault = (mk_host_fault *)(uintptr_t)fault, .fingerprint = w->fingerprint,
+                               .timeout_ns = (uint64_t)w->config.timeout_ms * 1000000u,
+                               .swiglu_limit = w->config.swiglu_limit > 0 ? w->config.swiglu_limit : INFINITY,
+                               .router_bf16 = w->config.router_dtype == MOK_BF16, .shared_gate = w->config.shared_gate};
+}
+
+/* With the context current. */
+static mok_status open_entered(mok_workspace *w)
+{
+    mk_cuda_state *s = w->state;
+    const mk_cuda_driver *api = s->api;
+    size_t ranks = (size_t)w->dims.num_ranks;
+    int32_t rank = w->dims.rank;
+    mk_cu_pointer fault;
+    MK_CUDA_TRY(api->cuMemAlloc(&s->heaps, ranks * sizeof(char *)), "rank %d: allocating the table of %zu heaps", rank, ranks);
+    MK_CUDA_TRY(api->cuMemcpyHtoD(s->heaps, w->heaps, ranks * sizeof(char *)), "rank %d: copying the table of %zu heaps", rank, ranks);
+    MK_CUDA_TRY(api->cuMemsetD8(mk_cu_address(w->local + w->memory.device_state), 0, sizeof(mk_device_state)), "rank %d: clearing the device state", rank);
+    MK_CUDA_TRY(api->cuMemHostAlloc((void **)&s->fault, sizeof *s->fault, MK_CU_HOST_PORTABLE | MK_CU_HOST_DEVICEMAP),
+                "rank %d: allocating the fault record in pinned memory", rank);
+    memset(s->fault, 0, sizeof *s->fault);
+    MK_CUDA_TRY(api->cuMemHostGetDevicePointer(&fault, s->fault, 0), "rank %d: mapping the fault record", rank);
+    MK_CUDA_TRY(api->cuEventCreate(&s->done, MK_CU_EVENT_DISABLE_TIMING), "rank %d: creating an event", rank);
+    for (int i = 0; i < 2 && s->meets_on_host; i++)
+        MK_CUDA_TRY(api->cuEventCreate(&s->meeting[i], MK_CU_EVENT_DISABLE_TIMING), "rank %d: creating an event", rank);
+    fill_rank(w, fault);
+    /* The memory above was cleared on the null stream; the caller's streams need not wait for that one. */
+    MK_CUDA_TRY(api->cuCtxSynchronize(), "rank %d: waiting for the workspace's memory", rank);
+    return MOK_OK;
+}
+
+static mok_status open_state(mok_workspace *w)
+{
+    bool share = false;
+    MK_TRY(find_sharers(w, &share));
+    MK_TRY(check_config(w));
+    mk_cuda_state *s = aligned_alloc(_Alignof(mk_cuda_state), sizeof *s);
+    if (!s)
+        return mk_fail(MOK_E_MEMORY, "no memory for the state of rank %d", w->dims.rank);
+    memset(s, 0, sizeof *s);
+    w->state = s;
+    s->device = w->group->device;
+    s->api = s->device->api;
+    s->reserve_clusters = (w->config.reserve_sms + 1) / 2;
+    s->meets_on_host = share;
+    mok_status status;
+    MK_TRY_GOTO(mk_cuda_device_load(s->device), fail);
+    s->arrivals = s->meets_on_host ? calloc((size_t)w->dims.num_ranks, sizeof *s->arrivals) : NULL;
+    if (s->meets_on_host && !s->arrivals)
+        MK_TRY_GOTO(mk_fail(MOK_E_MEMORY, "no memory for the meetings of rank %d", w->dims.rank), fail);
+    mk_cuda_choose_tiles(w, getenv("MOK_TILE"));
+    MK_TRY_GOTO(mk_cuda_enter(s->device), fail);
+    status = open_entered(w);
+    mk_cuda_leave(s->device);
+    if (status == MOK_OK)
+        return MOK_OK;
+fail:
+    close_state(w);
+    return status;
+}
+
+/* --- check ------------------------------------------------------------------------------------------------------------ */
+/* One argument: NULL is fine (src/api has looked). What was good in the last call is good. */
+typedef struct checker { mok_workspace *w; int next; } checker;
+
+static mok_status check_memory(checker *c, const char *name, const void *pointer, unsigned align)
+{
+    mk_cuda_state *s = c->w->state;
+    const void **seen = &s->seen[c->next++ % MK_CUDA_SEEN_POINTERS];
+    int attributes[] = {MK_CU_POINTER_MEMORY_TYPE, MK_CU_POINTER_DEVICE_ORDINAL}, ordinal = -1;
+    unsigned type = 0;
+    void *values[] = {&type, &ordinal};
+    if (!pointer || *seen == pointer)
+        return MOK_OK;
+    if ((uintptr_t)pointer % align)
+        return mk_fail(MOK_E_ARG, "%s is at %p: backend cuda needs it aligned to %u bytes", name, pointer, align);
+    MK_CUDA_TRY(s->api->cuPointerGetAttributes(2, attributes, values, mk_cu_address(pointer)), "asking the driver what %s (at %p) is", name, pointer);
+    if (type == 0)
+        return mk_fail(MOK_E_ARG, "%s is at %p, which is no memory of the CUDA driver: backend cuda takes device pointers", name, pointer);
+    if (type == MK_CU_MEMORY_DEVICE && ordinal != s->device->ordinal)
+        return mk_fail(MOK_E_ARG, "%s is on device %d, but rank %d is on device %d", name, ordinal, c->w->dims.rank, s->device->ordinal);
+    *seen = pointer;
+    return MOK_OK;
+}
+
+static mok_status check_weight(checker *c, const char *name, const mok_weight *m, bool used)
+{
+    if (used && m->experts)
+        return mk_fail(MOK_E_UNSUPPORTED, "weights.%s.experts is given: backend cuda reads packed weights only, for now", name);
+    return check_memory(c, name, used ? m->packed : NULL, 16);
+}
+
+static mok_status check_schedule(checker *c, const mok_schedule_args *a)
+{
+    MK_TRY(check_memory(c, "expert_ids", a->num_tokens ? a->expert_ids : NULL, 4));
+    MK_TRY(check_memory(c, "schedule", a->schedule, MK_BUFFER_ALIGN));
+    MK_TRY(check_memory(c, "tokens_per_expert_local", a->tokens_per_expert_local, 8));
+    return check_memory(c, "tokens_per_expert_global", a->tokens_per_expert_global, 8);
+}
+
+static mok_status check_forward(checker *c, const mok_forward_args *a, bool down)
+{
+    const mok_workspace *w = c->w;
+    const mok_weights *m = &a->weights;
+    bool routed = w->dims.experts_count > 0, shared = w->dims.shared_intermediate > 0;
+    c->next = 4; /* behind those of a schedule */
+    MK_TRY(check_memory(c, "schedule", a->schedule, MK_BUFFER_ALIGN));
+    MK_TRY(check_memory(c, "context", a->context, MK_BUFFER_ALIGN));
+    MK_TRY(check_memory(c, "x", a->num_tokens ? a->x : NULL, 16));
+    MK_TRY(check_memory(c, "router_weights", a->num_tokens && down ? a->router_weights : NULL, w->config.router_dtype == MOK_BF16 ? 2 : 4));
+    MK_TRY(check_memory(c, "out", a->num_tokens && down ? a->out : NULL, 16));
+    MK_TRY(check_memory(c, "shared_output_gate", w->config.shared_gate ? m->shared_output_gate : NULL, 16));
+    MK_TRY(check_weight(c, "gate", &m->gate, routed));
+    MK_TRY(check_weight(c, "up", &m->up, routed));
+    MK_TRY(check_weight(c, "down", &m->down, routed && down));
+    MK_TRY(check_weight(c, "shared_gate", &m->shared_gate, shared));
+    MK_TRY(check_weight(c, "shared_up", &m->shared_up, shared));
+    return check_weight(c, "shared_down", &m->shared_down, shared && down);
+}
+
+static mok_status encode_maps(mok_workspace *w, const mok_forward_args *a, bool down)
+{
+    bool routed = w->dims.capacity_tiles > 0, shared = w->dims.shared_intermediate > 0 && a->num_tokens > 0;
+    if (routed)
+        MK_TRY(mk_cuda_encode_gemm(w, MK_GEMM_GATE_UP, &a->weights, a->num_tokens));
+    if (routed && down)
+        MK_TRY(mk_cuda_encode_gemm(w, MK_GEMM_DOWN, &a->weights, a->num_tokens));
+    if (shared)
+        MK_TRY(mk_cuda_encode_gemm(w, MK_GEMM_SHARED_GATE_UP, &a->weights, a->num_tokens));
+    return shared && down ? mk_cuda_encode_gemm(w, MK_GEMM_SHARED_DOWN, &a->weights, a->num_tokens) : MOK_OK;
+}
+
+static mok_status check_entered(mok_workspace *w, const mk_call *call)
+{
+    checker c = {w, 0};
+    bool down = call->operation == MK_OP_FORWARD;
+    MK_TRY(mk_cuda_take_fault(w, NULL));
+    if (call->operation == MK_OP_BACKWARD)
+        return mk_fail(MOK_E_UNSUPPORTED, "backend cuda has no backward yet: use backend cpu");
+    if (call->operation == MK_OP_SCHEDULE)
+        return check_schedule(&c, &call->schedule);
+    MK_TRY(check_forward(&c, &call->forward, down));
+    return encode_maps(w, &call->forward, down);
+}
+
+static mok_status check(mok_workspace *w, const mk_call *call)
+{
+    const mk_cuda_state *s = w->state;
+    MK_TRY(mk_cuda_enter(s->device));
+    mok_status status = check_entered(w, call);
+    mk_cuda_leave(s->device);
+    return status;
+}
+
+/* --- waiting ----------------------------------------------------------------------------------------------------------- */
+static void read_stats(mok_workspace *w, const mk_device_state *d)
+{
+    mok_stats *to = &w->stats;
+    int64_t row = 2 * w->dims.hidden;
+    to->schedules = d->done[MK_OP_SCHEDULE];
+    to->forwards = d->done[MK_OP_FORWARD];
+    to->recomputes = d->done[MK_OP_RECOMPUTE];
+    to->backwards = d->done[MK_OP_BACKWARD];
+    to->rows = d->rows_pulled + d->rows_copied;
+    to->rows_pulled = d->rows_pulled;
+    to->rows_pulled_peer = d->rows_pulled_peer;
+    to->rows_copied = d->rows_copied;
+    to->rows_padding = d->rows_padding;
+    to->ring_rotations = d->ring_rotations;
+    to->bytes_pulled_peer = d->rows_pulled_peer * row;
+    to->bytes_pushed_peer = d->bytes_pushed_peer;
+}
+
+/* Replays of a captured graph are work that this library has not seen start: only the whole context can be waited for. */
+static mok_status wait_idle(mok_workspace *w, bool block)
+{
+    const mk_cuda_state *s = w->state;
+    int32_t rank = w->dims.rank;
+    if (block && s->captured)
+        MK_CUDA_TRY(s->api->cuCtxSynchronize(), "rank %d: waiting for device %d", rank, s->device->ordinal);
+    else if (block && s->called)
+        MK_CUDA_TRY(s->api->cuEventSynchronize(s->done), "rank %d: waiting for device %d", rank, s->device->ordinal);
+    else if (s->called) {
+        mk_cu_result result = s->api->cuEventQuery(s->done);
+        if (result == MK_CU_NOT_READY)
+            return MOK_NOT_READY;
+        MK_CUDA_TRY(result, "rank %d: looking at device %d", rank, s->device->ordinal);
+    }
+    return MOK_OK;
+}
+
+static mok_status wait_entered(mok_workspace *w, bool block)
+{
+    const mk_cuda_state *s = w->state;
+    mk_device_state device;
+    if (!s->called && !s->captured)
+        return MOK_OK;
+    MK_TRY(wait_idle(w, block));
+    if (!block && s->captured) /* a replay may be running: only pinned memory may be looked at */
+        return mk_cuda_take_fault(w, NULL);
+    MK_CUDA_TRY(s->api->cuMemcpyDtoH(&device, mk_cu_address(w->local + w->memory.device_state), sizeof device), "rank %d: reading the device state",
+                w->dims.rank);
+    read_stats(w, &device);
+    return mk_cuda_take_fault(w, &device);
+}
+
+static mok_status wait_done(mok_workspace *w, bool block)
+{
+    const mk_cuda_state *s = w->state;
+    MK_TRY(mk_cuda_enter(s->device));
+    mok_status status = wait_entered(w, block);
+    mk_cuda_leave(s->device);
+    return status;
+}
+
+static mok_status copy_entered(mok_workspace *w, void *to, const void *from, size_t bytes)
+{
+    const mk_cuda_state *s = w->state;
+    MK_TRY(wait_idle(w, true));
+    MK_CUDA_TRY(s->api->cuMemcpy(mk_cu_address(to), mk_cu_address(from), bytes), "rank %d: copying %zu bytes from %p to %p", w->dims.rank, bytes, from, to);
+    return MOK_OK;
+}
+
+static mok_status memory_copy(mok_workspace *w, void *to, const void *from, size_t bytes)
+{
+    const mk_cuda_state *s = w->state;
+    if (!bytes)
+        return MOK_OK;
+    MK_TRY(mk_cuda_enter(s->device));
+    mok_status status = copy_entered(w, to, from, bytes);
+    mk_cuda_leave(s->device);
+    return status;
+}
+
+static mok_status schedule_head(mok_workspace *w, const void *schedule, mk_schedule_head *head) { return memory_copy(w, head, schedule, sizeof *head); }
+
+const mk_backend mk_backend_cuda = {
+    .name = "cuda",
+    .id = MOK_BACKEND_CUDA,
+    .probe = mk_cuda_probe,
+    .open = open_state,
+    .close = close_state,
+    .check = check,
+    .run = mk_cuda_run,
+    .refuse = mk_cuda_refuse,
+    .wait = wait_done,
+    .schedule_head = schedule_head,
+    .memory_alloc = memory_alloc,
+    .memory_free = memory_free,
+    .memory_copy = memory_copy,
+};

@@ -1,0 +1,53 @@
+/* The kernels: one list of their names and launch shapes, and the binary they come from, which is part of libmok.so. */
+#ifndef MK_CUDA_KERNELS_H
+#define MK_CUDA_KERNELS_H
+
+#include "cuda/host/driver.h"
+#include "cuda/kernel/params.h"
+
+/* X(name, threads, bytes of dynamic shared memory, CTAs of a cluster), as in cuda/kernel/params.h. */
+#define MK_CUDA_KERNEL_LIST(X)                            \
+    X(mok_call_open, 128, MK_SMALL_SHARED, 1)             \
+    X(mok_publish, 256, MK_SMALL_SHARED, 1)               \
+    X(mok_rank_barrier, 128, MK_SMALL_SHARED, 1)          \
+    X(mok_call_check, 128, MK_SMALL_SHARED, 1)            \
+    X(mok_s0_count, 256, MK_SMALL_SHARED, 1)              \
+    X(mok_s0_scan, 256, MK_SMALL_SHARED, 1)               \
+    X(mok_s0_segments, 256, MK_SMALL_SHARED, 1)           \
+    X(mok_s0_place, 256, MK_SMALL_SHARED, 1)              \
+    X(mok_s0_copies, 256, MK_SMALL_SHARED, 1)             \
+    X(mok_s1_dispatch, 32, MK_DISPATCH_SHARED, 1)         \
+    X(mok_s2_gate_up_wide, 384, MK_GEMM_SHARED_WIDE, 2)   \
+    X(mok_s2_gate_up_narrow, 384, MK_GEMM_SHARED_NARROW, 2) \
+    X(mok_s4_down_wide, 384, MK_GEMM_SHARED_WIDE, 2)      \
+    X(mok_s4_down_narrow, 384, MK_GEMM_SHARED_NARROW, 2)  \
+    X(mok_s5_combine, 256, MK_SMALL_SHARED, 1)
+
+typedef enum mk_cuda_kernel {
+#define MK_CUDA_KERNEL_ENUM(name, threads, shared, cluster) MK_CUDA_##name,
+    MK_CUDA_KERNEL_LIST(MK_CUDA_KERNEL_ENUM)
+#undef MK_CUDA_KERNEL_ENUM
+    MK_NUM_CUDA_KERNELS
+} mk_cuda_kernel;
+
+typedef struct mk_cuda_kernel_shape { const char *name; unsigned threads, shared, cluster; } mk_cuda_kernel_shape;
+extern const mk_cuda_kernel_shape mk_cuda_kernel_shapes[MK_NUM_CUDA_KERNELS];
+
+/* Loaded into one context. */
+typedef struct mk_cuda_kernels {
+    mk_cu_module module;                              /* NULL: not loaded */
+    mk_cu_function function[MK_NUM_CUDA_KERNELS];
+    int max_clusters[MK_NUM_CUDA_KERNELS];            /* resident at once; only of kernels in clusters */
+} mk_cuda_kernels;
+
+/* The fat binary inside this library, or NULL: *why says why it was built without. *archs: "90a". */
+const void *mk_cuda_image(const char **archs, const char **why);
+/* For tests and the emulator: this image instead; NULL: the built-in one again. */
+void mk_cuda_image_inject(const void *image);
+
+/* With the context current. Loads everything there and then: a kernel that loads lazily could need the GPU to be idle while
+ * another rank's kernel waits for it. */
+mok_status mk_cuda_kernels_load(const mk_cuda_driver *api, mk_cuda_kernels *kernels);
+void mk_cuda_kernels_unload(const mk_cuda_driver *api, mk_cuda_kernels *kernels);
+
+#endif

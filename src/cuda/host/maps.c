@@ -1,0 +1,108 @@
+/* The tensor maps of a forward's GEMMs, and their tiles. A map is a pure function of addresses and sizes: the last ones are kept, so a call
+ * with the same weights encodes nothing. */
+#include <string.h>
+
+#include "base/error.h"
+#include "cuda/host/state.h"
+
+/* In rows or columns, as the tiles in cuda/gemm/tile.cuh: both are 128 rows, shared by a cluster of two. */
+enum { TILE_ROWS = 128, CLUSTER = 2, COLS_WIDE = 256, COLS_NARROW = 128, BLOCK_K = 64 };
+/* Up to this contraction the narrow tile wins: its epilogue hides under the other warpgroup's MMAs. */
+enum { NARROW_UP_TO = 4096 };
+
+static bool is_gate_up(mk_gemm_id id) { return id == MK_GEMM_GATE_UP || id == MK_GEMM_SHARED_GATE_UP; }
+static bool is_shared(mk_gemm_id id) { return id == MK_GEMM_SHARED_GATE_UP || id == MK_GEMM_SHARED_DOWN; }
+static int64_t width_of(const mk_dims *d, mk_gemm_id id) { return is_shared(id) ? d->shared_intermediate : d->intermediate; }
+
+void mk_cuda_choose_tiles(mok_workspace *w, const char *wish)
+{
+    mk_cuda_state *s = w->state;
+    for (int id = 0; id < MK_NUM_GEMMS; id++) {
+        mk_cuda_gemm *g = &s->gemm[id];
+        bool gate_up = is_gate_up((mk_gemm_id)id);
+        int64_t width = width_of(&w->dims, (mk_gemm_id)id), depth = gate_up ? w->dims.hidden : width;
+        g->narrow = depth <= NARROW_UP_TO;
+        if (wish && !strcmp(wish, "wide"))
+            g->narrow = false;
+        if (wish && !strcmp(wish, "narrow"))
+            g->narrow = true;
+        if (gate_up)
+            g->kernel = g->narrow ? MK_CUDA_mok_s2_gate_up_narrow : MK_CUDA_mok_s2_gate_up_wide;
+        else
+            g->kernel = g->narrow ? MK_CUDA_mok_s4_down_narrow : MK_CUDA_mok_s4_down_wide;
+        int32_t cols = g->narrow ? COLS_NARROW : COLS_WIDE;
+        g->num_cols = (int32_t)(gate_up ? width : w->dims.hidden);
+        g->num_k_blocks = (int32_t)(depth / BLOCK_K);
+        g->b_high_row = gate_up ? 0 : cols / 2;
+        g->tasks_per_tile = mk_ceil_div(g->num_cols, (gate_up ? cols / 2 : cols) * CLUSTER);
+    }
+}
+
+/* The weights as stacks [experts, rows, cols]: gate and up may be halves of one matrix, or its even and odd rows. */
+static void describe_weights(const mok_workspace *w, mk_gemm_id id, const mok_weights *m, uint32_t box, mk_tensor *low, mk_tensor *high)
+{
+    const mk_dims *d = &w->dims;
+    bool shared = is_shared(id);
+    uint64_t experts = shared ? 1 : (uint64_t)d->experts_count, width = (uint64_t)width_of(d, id), hidden = (uint64_t)d->hidden;
+    if (!is_gate_up(id)) {
+        *low = *high = mk_tensor_operand(shared ? m->shared_down.packed : m->down.packed, width, hidden, experts, box);
+        return;
+    }
+    const char *gate = shared ? m->shared_gate.packed : m->gate.packed, *up = shared ? m->shared_up.packed : m->up.packed;
+    if (w->config.gate_up == MOK_GATE_UP_COMBINED)
+        up = gate + width * hidden * 2;
+    if (w->config.gate_up == MOK_GATE_UP_INTERLEAVED)
+        up = gate + hidden * 2;
+    *low = mk_tensor_operand(gate, hidden, width, experts, box);
+    *high = mk_tensor_operand(up, hidden, width, experts, box);
+    if (w->config.gate_up == MOK_GATE_UP_SEPARATE)
+        return;
+    low->stride_bytes[1] = high->stride_bytes[1] = 2 * width * hidden * 2;
+    if (w->config.gate_up == MOK_GATE_UP_INTERLEAVED)
+        low->stride_bytes[0] = high->stride_bytes[0] = 2 * hidden * 2;
+}
+
+/* The rows that come in: ring_x or ring_h; for the shared expert this rank's tokens, as published, or shared_h. */
+static mk_tensor describe_rows(const mok_workspace *w, mk_gemm_id id, int64_t num_tokens)
+{
+    const mk_memory *m = &w->memory;
+    uint64_t cols = (uint64_t)(is_gate_up(id) ? w->dims.hidden : width_of(&w->dims, id));
+    const char *address;
+    switch (id) {
+    case MK_GEMM_GATE_UP: address = w->local + m->ring_x; break;
+    case MK_GEMM_DOWN: address = w->local + m->ring_h; break;
+    case MK_GEMM_SHARED_GATE_UP: address = w->heap + m->x; break;
+    default: address = w->local + m->shared_h; break;
+    }
+    return mk_tensor_operand(address, cols, (uint64_t)(is_shared(id) ? num_tokens : MK_RING_ROWS(&w->dims)), 0, TILE_ROWS / CLUSTER);
+}
+
+static mok_status encode(mk_tensor_map_encoder encoder, mk_tensor_map *map, const mk_tensor *t, const char *what)
+{
+    MK_CUDA_TRY(mk_tensor_map_encode(map, t, encoder), "encoding the tensor map of %s: %llu x %llu x %llu at %p", what, (unsigned long long)t->dim[2],
+                (unsigned long long)t->dim[1], (unsigned long long)t->dim[0], t->address);
+    return MOK_OK;
+}
+
+mok_status mk_cuda_encode_gemm(mok_workspace *w, mk_gemm_id id, const mok_weights *weights, int64_t num_tokens)
+{
+    static const char *const names[MK_NUM_GEMMS][2] = {{"gate", "up"}, {"down", "down"}, {"shared_gate", "shared_up"}, {"shared_down", "shared_down"}};
+    mk_cuda_state *s = w->state;
+    mk_cuda_gemm *g = &s->gemm[id];
+    mk_tensor a = describe_rows(w, id, num_tokens), low, high;
+    describe_weights(w, id, weights, (uint32_t)(g->narrow ? COLS_NARROW : COLS_WIDE) / 2, &low, &high);
+    if (g->a_address != a.address || g->a_rows != (int64_t)a.dim[1]) {
+        g->a_address = NULL;
+        MK_TRY(encode(s->api->cuTensorMapEncodeTiled, &g->a, &a, "the rows"));
+        g->a_address = a.address;
+        g->a_rows = (int64_t)a.dim[1];
+    }
+    if (g->b_address[0] == low.address && g->b_address[1] == high.address)
+        return MOK_OK;
+    g->b_address[0] = g->b_address[1] = NULL;
+    MK_TRY(encode(s->api->cuTensorMapEncodeTiled, &g->b_low, &low, names[id][0]));
+    MK_TRY(encode(s->api->cuTensorMapEncodeTiled, &g->b_high, &high, names[id][1]));
+    g->b_address[0] = low.address;
+    g->b_address[1] = high.address;
+    return MOK_OK;
+}

@@ -1,0 +1,79 @@
+/* The cuda backend's part of a workspace, and the files that share it:
+ *
+ *   cuda.c    the backend table: open, close, check, wait, stats, memory
+ *   call.c    one call: which kernels, in which order, with which parameters and grids
+ *   maps.c    the tensor maps of the GEMMs
+ *   meet.c    the barrier of ranks that share a GPU
+ *   fault.c   what the device found wrong, in a sentence */
+#ifndef MK_CUDA_STATE_H
+#define MK_CUDA_STATE_H
+
+#include "backend/backend.h"
+#include "base/error.h"
+#include "cuda/host/device.h"
+#include "cuda/kernel/params.h"
+
+/* The GEMMs of a forward. */
+typedef enum mk_gemm_id { MK_GEMM_GATE_UP, MK_GEMM_DOWN, MK_GEMM_SHARED_GATE_UP, MK_GEMM_SHARED_DOWN, MK_NUM_GEMMS } mk_gemm_id;
+
+/* One GEMM: its tile (chosen at open) and its maps as last encoded. */
+typedef struct mk_cuda_gemm {
+    mk_tensor_map a, b_low, b_high;
+    const void *a_address, *b_address[2]; /* what they were encoded for; NULL: not yet */
+    int64_t a_rows;
+    mk_cuda_kernel kernel;
+    bool narrow;
+    int32_t num_cols, num_k_blocks, b_high_row;
+    int64_t tasks_per_tile;               /* clusters' tasks that one row tile makes */
+} mk_cuda_gemm;
+
+/* What ranks that share a GPU tell each other at a barrier. */
+typedef struct mk_cuda_arrival {
+    mk_cu_event event;       /* recorded behind everything that the barrier waits for */
+    int32_t operation;
+    int32_t refused;         /* the rank refuses this call */
+    int32_t failed;          /* a mok_status: its driver failed */
+    char sentence[MK_ERROR_BYTES];
+} mk_cuda_arrival;
+
+enum { MK_CUDA_SEEN_POINTERS = 16 };
+
+typedef struct mk_cuda_state {
+    mk_cuda_gemm gemm[MK_NUM_GEMMS];
+    mk_rank_params rank;
+    mk_cuda_device *device;          /* the group's */
+    const mk_cuda_driver *api;
+    mk_cu_pointer heaps;             /* [P] in device memory */
+    mk_host_fault *fault;            /* pinned */
+    mk_cu_event done;                /* behind the last call that was not captured */
+    mk_cu_stream last_stream;        /* of that call */
+    bool called, captured;           /* there was such a call; there was a captured one */
+    bool clear_fault;                /* the device's copy of a record that the host has taken is still to be cleared */
+    int32_t reserve_clusters;
+    /* Ranks that share a GPU: */
+    bool meets_on_host;
+    mk_cu_event meeting[2];          /* by parity of the barrier */
+    uint64_t meetings;
+    mk_cuda_arrival *arrivals;       /* [P] */
+    const void *seen[MK_CUDA_SEEN_POINTERS]; /* pointers that were found to be good, by argument */
+} mk_cuda_state;
+
+/* maps.c */
+void mk_cuda_choose_tiles(mok_workspace *w, const char *wish);
+mok_status mk_cuda_encode_gemm(mok_workspace *w, mk_gemm_id id, const mok_weights *weights, int64_t num_tokens);
+
+/* call.c */
+mok_status mk_cuda_run(mok_workspace *w, const mk_call *call, void *stream);
+void mk_cuda_refuse(mok_workspace *w, mk_operation operation, uint64_t layer, mok_status status, void *stream);
+
+/* meet.c: with the context current. `status` and `refused`: how this rank comes. *skip: the rest of the call does not take place,
+ * because some rank refuses it or calls another operation; the device says so too. */
+mok_status mk_cuda_meet(mok_workspace *w, mk_cu_stream stream, mk_operation operation, mok_status status, bool refused, bool *skip);
+
+/* fault.c: takes the record that is there, if any: MOK_OK or its status and sentence. Does not wait. idle: the device is, so that its own
+ * copy may be read and cleared too. */
+mok_status mk_cuda_take_fault(mok_workspace *w, const mk_device_state *idle);
+
+static inline mk_cu_pointer mk_cu_address(const void *p) { return (mk_cu_pointer)(uintptr_t)p; }
+
+#endif
