@@ -37,9 +37,9 @@
 
 enum { MK_SMALL_SHARED = 4096 };          /* dynamic shared memory of every kernel without a figure of its own */
 enum { MK_GEMM_SHARED_WIDE = 230400, MK_GEMM_SHARED_NARROW = 230400 };
-enum { MK_DISPATCH_SHARED = 16384 + 128 }; /* one slot for a piece of a row, and its mbarrier */
-enum { MK_FORWARD_SHARED = 215040 };      /* five stages and a dispatch slot (checked in forward.cuh) */
-enum { MK_DISPATCH_PIECE = 16384 };       /* bytes of the slot; longer rows travel in pieces */
+enum { MK_DISPATCH_AREA = 32768 };        /* bytes of the dispatch slots: two rows of H 7168, four of H 4096, eight of H 2048 */
+enum { MK_DISPATCH_SHARED = MK_DISPATCH_AREA + 384 }; /* with their mbarriers and records */
+enum { MK_FORWARD_SHARED = 231424 };      /* five stages and a dispatch slot (checked in forward.cuh) */
 
 /* A fault as the host reads it, while kernels run: pinned host memory. Whoever writes mk_device_state.fault writes this too: the heads (of
  * a fault that has a call head: rank 0's and fault.rank's), the record, and its kind last, with st.release.sys. The host

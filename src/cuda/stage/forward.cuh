@@ -20,7 +20,7 @@ namespace mk {
 struct TileForward : TileNarrow { static constexpr uint32_t stages = 5; };
 
 /* Walking the tasks of a whole pass takes more registers than one GEMM's; the math warps have some to give. */
-constexpr int kForwardRegistersMath = 216, kForwardRegistersOther = 72;
+constexpr int kForwardRegistersMath = 200, kForwardRegistersOther = 96;
 static_assert(kForwardRegistersOther + 2 * kForwardRegistersMath <= 3 * 168, "registers of 384 threads");
 
 struct ForwardShared {
@@ -155,11 +155,8 @@ struct ForwardEpilogue {
 MK_DEVICE void forward_dispatch(const mk_forward_params &p, const mk_walk &walk, DispatchShared &shared)
 {
     Dispatch dispatch(p.rank, mk_table_at(&p.rank.memory, p.schedule), shared, &walk);
-    uint32_t *ticket = &device_state(p.rank)->tickets[1];
     const int64_t num_rows = walk.num_tiles * MK_ROW_TILE;
-    for (int64_t i = ticket_take_relaxed_gpu(ticket, 1); i < num_rows; i = ticket_take_relaxed_gpu(ticket, 1))
-        dispatch.move_row(num_rows - 1 - i);
-    dispatch.finish();
+    dispatch.move_all(&device_state(p.rank)->tickets[1], num_rows - 1, num_rows);
 }
 
 } /* namespace mk */
