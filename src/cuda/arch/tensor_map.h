@@ -41,8 +41,12 @@ static inline int mk_tensor_map_encode(mk_tensor_map *map, const mk_tensor *tens
 {
     enum { INTERLEAVE_NONE = 0, L2_PROMOTION_256B = 3, OOB_ZERO = 0 };
     static const uint32_t ones[3] = {1, 1, 1};
-    return encode(map, (int)tensor->type, tensor->rank, (void *)(uintptr_t)tensor->address, tensor->dim, tensor->stride_bytes,
-                  tensor->box, ones, INTERLEAVE_NONE, (int)tensor->swizzle, L2_PROMOTION_256B, OOB_ZERO);
+    mk_tensor_map aligned; /* the encoder insists on 64 bytes, and gcc 12 does not align returned structs so far */
+    int refused = encode(&aligned, (int)tensor->type, tensor->rank, (void *)(uintptr_t)tensor->address, tensor->dim, tensor->stride_bytes,
+                         tensor->box, ones, INTERLEAVE_NONE, (int)tensor->swizzle, L2_PROMOTION_256B, OOB_ZERO);
+    if (!refused)
+        *map = aligned;
+    return refused;
 }
 
 /* A row-major bf16 matrix stack [depth, rows, cols] seen through boxes of box_rows x 64 columns, in the 128-byte swizzle that

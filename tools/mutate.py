@@ -1,0 +1,229 @@
+#!/usr/bin/env python3
+"""Do the emulator tests notice a missing wait, fence, arrive or commit?
+
+Makes one mutant of src/cuda for every call of one (that call left out), and for a list of wrong swizzle bits, descriptor bits,
+parities and counts; runs the emulator tests with each until one fails. A mutant that no test notices survives: it must be
+listed in tools/mutate_survivors.txt with the reason why it is redundant, or the tests are too weak.
+
+    tools/mutate.py --build BUILD [--seeds N] [--only TEXT] [--sample N --seed S] [--minutes M] [--list]
+
+All mutants are compiled at once: each call becomes `mutant(n) ? nothing : call`, and MOK_MUTANT=n switches one on. BUILD is a
+CMake build folder with the emulator (its libraries are linked); the mutants' sources and programs go to BUILD/mutants.
+The last line counts: "N passed, N failed, N skipped" (killed or explained, unexplained, out of time)."""
+import argparse, concurrent.futures, os, random, re, shutil, subprocess, sys, time
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+TESTS = ["gemm", "forward"]  # tests/emu/test_<name>.cpp, in the order they are tried; --tests
+
+# Calls that are left out, where they stand as a statement of their own.
+CALLS = re.compile(r"\b(?:wait_(?:mbar|flag)\w*|mbar_arrive\w*|fence_\w+|barrier_\w+|bulk_commit|bulk_wait(?:_read)?<\d+>|wgmma_fence|wgmma_commit"
+                   r"|wgmma_wait<\d+>|sync_warp|release_stage|flag_(?:store|add)_release\w*|\w+\.(?:release|wait_all|wait_all_but_last|wait_operands))\(")
+SKIP_DIRS = {"arch", "host"}  # bodies of the instructions; host code
+
+# Wrong values: file, the text just before an expression, the expression, what it may wrongly be.
+WRONG = [
+    ("gemm/mma.cuh", "return ", "kOperandLayout", ["kOperandLayout ^ 1ull << 62", "kOperandLayout ^ 1ull << 63", "kOperandLayout ^ 1ull << 37",
+                                                   "kOperandLayout ^ 1ull << 49"]),
+    ("gemm/mma.cuh", "r[m], ", "da + step * next_step + m * next_block", ["da + 2 * step * next_step + m * next_block", "da + step * next_step + m * next_block / 2",
+                                                                         "da + step * next_step"]),
+    ("gemm/mma.cuh", "m * next_block, ", "db + step * next_step", ["db", "db + 2 * step * next_step"]),
+    ("gemm/mma.cuh", "db + step * next_step, ", "!first || step > 0", ["true", "!first"]),
+    ("gemm/mma.cuh", "smem_addr(s.a[at.slot]) + ", "first_row * kRowBytes", ["0"]),
+    ("gemm/mma.cuh", "rank < ", "Tile::cluster", ["1"]),
+    ("gemm/mma.cuh", "at.skip(", "(uint32_t)task.num_k_blocks", ["0"]),
+    ("gemm/mma.cuh", "first_row + ", "warp % 4 * 16", ["0"]),
+    ("gemm/epilogue.cuh", "(2 * j + in_piece) ^ ", "(in_row % 8)", ["0"]),
+    ("gemm/epilogue.cuh", "(piece ^ ", "(row % 8)", ["0"]),
+    ("gemm/epilogue.cuh", "half = out.staging + ", "turn % 2", ["0"]),
+    ("gemm/epilogue.cuh", "to[i] = ", "r < (uint32_t)task.num_rows", ["r <= (uint32_t)task.num_rows", "true"]),
+    ("gemm/epilogue.cuh", "if (", "col >= rows.cols", ["col > rows.cols", "false"]),
+    ("gemm/epilogue.cuh", "if (", "col >= h.cols", ["col > h.cols", "false"]),
+    ("gemm/load.cuh", "s.empty[at.slot]), ", "at.parity ^ 1", ["at.parity"]),
+    ("gemm/load.cuh", "s.task_empty[at.slot]), ", "at.parity ^ 1", ["at.parity"]),
+    ("gemm/load.cuh", "x, task.row + ", "(int32_t)first", ["0"]),
+    ("gemm/load.cuh", "tma_load_2d_multicast(a + ", "first * kRowBytes", ["0"]),
+    ("gemm/load.cuh", "full, ", "(1 << Tile::cluster) - 1", ["1 << cluster_rank()"]),
+    ("gemm/load.cuh", "(full, ", "kStageBytes<Tile>", ["kStageBytes<Tile> - 16", "kStageBytes<Tile> + 16"]),
+    ("gemm/load.cuh", "in.b_high, x, ", "task.col + in.b_high_row", ["task.col"]),
+    ("gemm/tile.cuh", "s.empty[i]), ", "kWarpsPerTile<Tile> * Tile::cluster", ["kWarpsPerTile<Tile> * Tile::cluster - 1", "kWarpsPerTile<Tile> * Tile::cluster + 1"]),
+    ("gemm/tile.cuh", "s.task_empty[i]), ", "kTaskReaders * Tile::cluster", ["kTaskReaders * Tile::cluster - 1", "kTaskReaders * Tile::cluster + 1"]),
+    ("gemm/tile.cuh", "parity ^= ", "slot / Slots & 1", ["0"]),
+]
+
+PRELUDE = """
+#include <stdio.h>
+#include <stdlib.h>
+/* tools/mutate.py: is mutant n switched on? Says once that it was reached. */
+inline bool mutant(int n)
+{
+    static const int chosen = getenv("MOK_MUTANT") ? atoi(getenv("MOK_MUTANT")) : -1;
+    static bool reached;
+    if (n != chosen)
+        return false;
+    if (!reached)
+        fprintf(stderr, "mutant reached\\n");
+    return reached = true;
+}
+"""
+
+
+def code_only(text):
+    """The text with comments and string literals blanked, same length."""
+    blank = lambda m: re.sub(r"[^\n]", " ", m.group())
+    return re.sub(r"/\*.*?\*/|//[^\n]*|\"(?:\\.|[^\"\\])*\"", blank, text, flags=re.S)
+
+
+def closing(code, start):
+    """Index after the parenthesis that closes the one at `start`."""
+    depth = 0
+    for i in range(start, len(code)):
+        depth += {"(": 1, ")": -1}.get(code[i], 0)
+        if depth == 0:
+            return i + 1
+    raise ValueError("unbalanced parentheses")
+
+
+def find_mutants():
+    """Mutants as (file, line, what), and what to insert into each file, as (position, text)."""
+    mutants, edits = [], {}
+    cuda = os.path.join(ROOT, "src", "cuda")
+    for folder, dirs, files in sorted(os.walk(cuda)):
+        dirs[:] = sorted(d for d in dirs if d not in SKIP_DIRS)
+        for name in sorted(f for f in files if f.endswith((".cuh", ".cu"))):
+            path = os.path.relpath(os.path.join(folder, name), cuda)
+            text = open(os.path.join(folder, name)).read()
+            code = code_only(text)
+            for m in CALLS.finditer(code):
+                end = closing(code, m.end() - 1)
+                before = code[:m.start()].rstrip()
+                if not code[end:].lstrip().startswith(";") or not (before.endswith((";", "{", "}", ")", ":")) or before.endswith("else")):
+                    continue  # a definition, or its value is used
+                call = text[m.start():end]
+                n = len(mutants)
+                mutants.append((path, text.count("\n", 0, m.start()) + 1, "without " + re.sub(r"\s+", " ", call)))
+                edits.setdefault(path, []).extend([(m.start(), f"(mutant({n}) ? (void)0 : (void)("), (end, "))")])
+            for file, before, expression, wrong in WRONG:
+                if file != path:
+                    continue
+                assert before + expression in text, f"{path} has no {before + expression!r} any more: mend WRONG in tools/mutate.py"
+                start = text.index(before + expression) + len(before)
+                choice = ""
+                for new in wrong:
+                    choice += f"mutant({len(mutants)}) ? ({new}) : "
+                    mutants.append((path, text.count("\n", 0, start) + 1, f"{expression}  ->  {new}"))
+                edits.setdefault(path, []).extend([(start, f"({choice}("), (start + len(expression), "))")])
+    return mutants, edits
+
+
+def write_tree(build, edits):
+    tree = os.path.join(build, "mutants", "src")
+    shutil.rmtree(os.path.join(build, "mutants"), ignore_errors=True)
+    shutil.copytree(os.path.join(ROOT, "src", "cuda"), os.path.join(tree, "cuda"))
+    for path, insertions in edits.items():
+        file = os.path.join(tree, "cuda", path)
+        text = open(file).read()
+        for at, new in sorted(insertions, reverse=True):
+            text = text[:at] + new + text[at:]
+        open(file, "w").write(text)
+    arch = os.path.join(tree, "cuda", "arch", "arch.cuh")
+    text = open(arch).read()
+    open(arch, "w").write(text.replace("#include <stdint.h>", "#include <stdint.h>" + PRELUDE, 1))
+    return tree
+
+
+def compile_tests(build, tree):
+    libraries = [subprocess.check_output(["find", build, "-name", f"lib{n}.a"], text=True).split()[0] for n in ("mok_emu", "mok_static")]
+    jobs = []
+    for name in TESTS:
+        out = os.path.join(build, "mutants", "test_" + name)
+        jobs.append((name, subprocess.Popen(["g++", "-std=c++17", "-O1", "-ffp-contract=off", "-fno-math-errno", "-w", "-Wno-psabi", "-DMOK_EMU", "-I" + tree, "-I" + os.path.join(ROOT, "src"),
+                                             "-I" + os.path.join(ROOT, "include"), "-I" + os.path.join(ROOT, "tests", "support"), "-I" + os.path.join(ROOT, "tests", "emu"),
+                                             os.path.join(ROOT, "tests", "emu", f"test_{name}.cpp"), *libraries, "-o", out, "-lpthread", "-lm", "-ldl"])))
+    for name, job in jobs:
+        if job.wait() != 0:
+            sys.exit(f"the mutants of test_{name} do not compile")
+
+
+def killed_by(build, n, seeds, first_seed):
+    """The test that notices mutant n, or None; and whether any test reached it."""
+    reached = False
+    for seed in range(first_seed, first_seed + seeds):
+        for name in TESTS:
+            env = dict(os.environ, MOK_MUTANT=str(n), MOK_TEST_SEED=str(seed), MOK_TEST_SEEDS="1")
+            process = subprocess.Popen([os.path.join(build, "mutants", "test_" + name)], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+            for line in process.stdout:
+                reached |= "mutant reached" in line
+                if line.startswith("FAIL"):
+                    process.kill()
+                    process.wait()
+                    return f"{name}: {line.split()[1]}", True
+            if process.wait() != 0:
+                return f"{name}: died ({process.returncode})", True
+    return None, reached
+
+
+def read_survivors():
+    """Explained survivors: {(file, what): reason}."""
+    explained = {}
+    with open(os.path.join(ROOT, "tools", "mutate_survivors.txt")) as lines:
+        for line in lines:
+            if line.strip() and not line.startswith("#"):
+                file, what, reason = (part.strip() for part in line.split(" :: "))
+                explained[file, what] = reason
+    return explained
+
+
+def main():
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--build", required=True)
+    options.add_argument("--seeds", type=int, default=3)
+    options.add_argument("--seed", type=int, default=1)
+    options.add_argument("--only", default="")
+    options.add_argument("--sample", type=int, default=0)
+    options.add_argument("--minutes", type=float, default=1e9)
+    options.add_argument("--jobs", type=int, default=os.cpu_count())
+    options.add_argument("--tests", default=",".join(TESTS))
+    options.add_argument("--list", action="store_true")
+    args = options.parse_args()
+    TESTS[:] = args.tests.split(",")
+    mutants, edits = find_mutants()
+    numbers = [n for n, m in enumerate(mutants) if args.only in f"{m[0]}: {m[2]}"]
+    if args.sample:
+        numbers = sorted(random.Random(args.seed).sample(numbers, min(args.sample, len(numbers))))
+    if args.list:
+        for n in numbers:
+            print(f"{n:4} {mutants[n][0]}:{mutants[n][1]}: {mutants[n][2]}")
+        return 0
+    build = os.path.abspath(args.build)
+    compile_tests(build, write_tree(build, edits))
+    explained = read_survivors()
+    test, _ = killed_by(build, -2, 1, args.seed)
+    if test:
+        sys.exit(f"the tests fail without any mutant ({test})")
+    deadline = time.time() + args.minutes * 60
+    counts = {"passed": 0, "failed": 0, "skipped": 0}
+    print(f"{len(numbers)} of {len(mutants)} mutants, {args.seeds} seeds from {args.seed} on", flush=True)
+
+    def judge(n):
+        file, line, what = mutants[n]
+        where = f"{file}:{line}: {what}"
+        if time.time() > deadline:
+            return "skipped", f"SKIP {where}: out of time"
+        test, reached = killed_by(build, n, args.seeds, args.seed)
+        reason = explained.get((file, what))
+        if test:
+            return "passed", f"PASS {where}  [{test}]"
+        if reason:
+            return "passed", f"PASS {where}  [survives: {reason}]"
+        return "failed", f"FAIL {where}  [survives{'' if reached else ', never reached'}]"
+
+    with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
+        for verdict, text in pool.map(judge, numbers):
+            counts[verdict] += 1
+            print(text, flush=True)
+    print(f"{counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped")
+    return counts["failed"] != 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
