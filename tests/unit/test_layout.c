@@ -307,7 +307,7 @@ TEST(two_wave_bound_follows_the_machine)
             c.intermediate = wide;
             c.num_experts = 8;
             c.topk = 8;
-            c.max_tokens = 1 << 18;
+            c.max_tokens = 1 << 15;
             REQUIRE(mok_plan_query(&c, 8, 3, sms, 128, 256, &plan, NULL, NULL) == MOK_OK);
             double narrow_fwd = 2 * wide < 2048 ? (double)(2 * wide) : 2048, narrow_bwd = wide < 2048 ? (double)wide : 2048;
             CHECK(plan.forward.two_wave_rows == 2.0 * sms * 128 * 256 / narrow_fwd);
