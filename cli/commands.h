@@ -5,7 +5,8 @@
 
 #define COMMAND_LIST(X)                                                                                     \
     X(info, "what this library can run here: backends, devices, limits")                                       \
-    X(plan, "what a layer will cost, before anything is allocated")
+    X(plan, "what a layer will cost, before anything is allocated")                                          \
+    X(check, "numerics against float64, and the same bits for any ranks, ring, minibatch and save policy")
 
 #define COMMAND_DECLARE(name, summary) int command_##name(int argc, char **argv);
 COMMAND_LIST(COMMAND_DECLARE)

@@ -168,7 +168,7 @@ void plan_print_text(const plan_view *v)
     printf("%s: %s\n", v->name, v->shape);
     if (v->note)
         printf("note: %s\n", v->note);
-    printf("%d ranks, %s tokens each; rank %d ", v->ranks, term_count(v->cfg.max_tokens).text, v->rank);
+    printf("%d rank%s, %s tokens each; rank %d ", v->ranks, v->ranks == 1 ? "" : "s", term_count(v->cfg.max_tokens).text, v->rank);
     if (p->experts_count == 1)
         printf("has expert %lld\n", (long long)p->experts_first);
     else if (p->experts_count)

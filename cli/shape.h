@@ -3,6 +3,8 @@
 #ifndef MOK_CLI_SHAPE_H
 #define MOK_CLI_SHAPE_H
 
+#include <math.h>
+
 #include "args.h"
 #include "json.h"
 #include "mok.h"
