@@ -73,6 +73,8 @@ MK_DEVICE void s5_combine(const mk_combine_params &p)
         mk_context_head head = {MK_CONTEXT_MAGIC, r.fingerprint, load(&t.head->number), p.num_tokens, r.dims.saved_tiles};
         store(static_cast<mk_context_head *>(p.context), head);
     }
+    if (!p.out) /* recompute: only the context is made */
+        return;
     for (int64_t token = block_idx(); token < p.num_tokens; token += num_blocks()) {
         const float scale = r.shared_gate ? shared_scale(p, token) : 1.0f;
         for (int64_t col = thread_idx() * 8; col < r.dims.hidden; col += COMBINE_THREADS * 8)
