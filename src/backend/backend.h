@@ -56,7 +56,6 @@ struct mok_workspace {
     char *heap;                 /* heaps[rank] */
     char *local;
     uint64_t calls;             /* collective calls so far; the same on all ranks */
-    uint64_t schedules;         /* mok_schedule calls so far */
     uint64_t epoch;             /* barriers so far */
     uint64_t call_epoch;        /* epoch of the last call's first barrier */
     bool broken;                /* a wait ran out: the ranks are no longer in step */

@@ -135,8 +135,6 @@ void mk_cpu_call_refuse(mok_workspace *w, mk_operation operation, uint64_t layer
     mk_call_head *head;
     char sentence[sizeof head->sentence];
     snprintf(sentence, sizeof sentence, "%.*s", (int)sizeof sentence - 1, mok_last_error());
-    if (operation == MK_OP_SCHEDULE)
-        w->schedules++;
     if (announce(w, operation, layer, &head) == MOK_OK) {
         head->status = status;
         memcpy(head->sentence, sentence, sizeof sentence);

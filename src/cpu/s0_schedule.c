@@ -150,13 +150,14 @@ static void plan_pieces(const schedule_job *s)
 mok_status mk_cpu_s0_schedule(mok_workspace *w, const mk_call *call)
 {
     const mok_schedule_args *a = &call->schedule;
-    schedule_job s = {.w = w, .d = &w->dims, .t = mk_table_at(&w->memory, a->schedule), .number = ++w->schedules};
+    schedule_job s = {.w = w, .d = &w->dims, .t = mk_table_at(&w->memory, a->schedule), .number = w->calls + 1};
     size_t id_bytes = sizeof(int32_t) * (size_t)(a->num_tokens * w->dims.topk);
     MK_TRY(mk_cpu_call_open(w, call, s.number));
     if (id_bytes)
         memcpy((int32_t *)(void *)(w->heap + w->memory.expert_ids) + (int64_t)(s.number & 1) * MK_SLOTS(s.d), a->expert_ids, id_bytes);
     MK_TRY(mk_cpu_call_meet(w, call));
 
+    s.t.head->magic = 0; /* whatever was here before, it is no schedule until this one is complete */
     s.t.token_first[0] = 0;
     for (int32_t r = 0; r < w->dims.num_ranks; r++)
         s.t.token_first[r + 1] = s.t.token_first[r] + mk_cpu_call_head(w, r)->num_tokens;
@@ -177,7 +178,7 @@ mok_status mk_cpu_s0_schedule(mok_workspace *w, const mk_call *call)
     plan_pieces(&s);
     for (int64_t r = 0; r < (int64_t)h->num_tiles * MK_ROW_TILE; r++)
         h->rows_peer += s.t.rows[r].src_rank >= 0 && s.t.rows[r].src_rank != w->dims.rank;
-    h->magic = MK_SCHEDULE_MAGIC; /* last: a schedule that failed stays unusable */
+    h->magic = MK_SCHEDULE_MAGIC;
     w->stats.schedules++;
     return MOK_OK;
 }
