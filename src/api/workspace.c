@@ -33,7 +33,7 @@ static mok_status judge(const announcement *all, int32_t num_ranks)
     for (int32_t r = 1; r < num_ranks; r++) {
         const char *field = mk_config_difference(&all[0].config, &all[r].config, &ours, &theirs);
         if (field)
-            return mk_fail(MOK_E_MISMATCH, "%s is %.9g on rank 0, but %.9g on rank %d: it must be the same on all ranks of a group", field, ours, theirs, r);
+            return mk_fail(MOK_E_MISMATCH, "%s is %.10g on rank 0, but %.10g on rank %d: it must be the same on all ranks of a group", field, ours, theirs, r);
     }
     return MOK_OK;
 }
@@ -113,8 +113,9 @@ mok_status mok_workspace_create(mok_group *group, const mok_config *cfg, mok_wor
     if (status == MOK_OK)
         status = allocate(w);
     MK_TRY_GOTO(exchange_verdict(group, status, &w->config, timeout_ms), fail);
-    MK_TRY_GOTO(group->transport->heap_alloc(group, (size_t)w->memory.heap_bytes, (void **)w->heaps, timeout_ms), fail);
-    w->heap = w->heaps[group->rank];
+    status = group->transport->heap_alloc(group, (size_t)w->memory.heap_bytes, (void **)w->heaps, timeout_ms);
+    w->heap = w->heaps[group->rank]; /* it may exist though another rank's does not */
+    MK_TRY_GOTO(exchange_verdict(group, status, &w->config, timeout_ms), fail);
     MK_TRY_GOTO(exchange_verdict(group, w->backend->open(w), &w->config, timeout_ms), fail);
     *workspace = w;
     return MOK_OK;
@@ -128,9 +129,12 @@ void mok_workspace_destroy(mok_workspace *w)
     if (!w)
         return;
     w->backend->wait(w, true);
-    /* Peers may still read this heap. A rank that stays away has been waited for long enough; then the heap goes anyway. */
+    /* Peers may still read this heap, so all meet first. After a wait that ran out there is no meeting: the others are told not
+     * to expect this rank. */
     char mine = 0, *all = malloc((size_t)w->group->size);
-    if (all && !w->broken)
+    if (w->broken)
+        w->group->transport->abandon(w->group);
+    else if (all)
         (void)w->group->transport->all_gather(w->group, &mine, all, 1, w->config.timeout_ms);
     free(all);
     release(w);

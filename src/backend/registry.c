@@ -23,6 +23,8 @@ static mok_status choose_cuda(mok_group *group, const mk_backend **backend)
 
 mok_status mk_backend_choose(mok_group *group, mok_backend_id wish, const mk_backend **backend)
 {
+    if ((int)wish < MOK_BACKEND_AUTO || (int)wish > MOK_BACKEND_CUDA)
+        return mk_fail(MOK_E_ARG, "backend is %d: it must be from %d to %d", (int)wish, MOK_BACKEND_AUTO, MOK_BACKEND_CUDA);
     bool on_devices = group->device && group->transport == &mk_transport_local;
     if (wish == MOK_BACKEND_CUDA || (wish == MOK_BACKEND_AUTO && on_devices))
         return choose_cuda(group, backend);

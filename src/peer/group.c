@@ -17,8 +17,10 @@ static mok_status provider_heap_alloc(mok_group *g, size_t bytes, void **peers, 
 {
     (void)timeout_ms;
     int error = g->provider.heap_alloc(g->provider.user, bytes, peers);
-    if (error)
+    if (error) {
+        peers[g->rank] = NULL;
         return mk_fail(MOK_E_ENV, "the provider's heap_alloc of %zu bytes failed on rank %d with %d", bytes, g->rank, error);
+    }
     for (int32_t r = 0; r < g->size; r++)
         if (!peers[r])
             return mk_fail(MOK_E_ENV, "the provider's heap_alloc gave rank %d no pointer to rank %d", g->rank, r);
@@ -26,9 +28,10 @@ static mok_status provider_heap_alloc(mok_group *g, size_t bytes, void **peers, 
 }
 
 static void provider_heap_free(mok_group *g, void *own) { g->provider.heap_free(g->provider.user, own); }
+static void provider_abandon(mok_group *g) { (void)g; } /* whether its functions still work is for the provider to know */
 static void provider_close(mok_group *g) { (void)g; }
 
-static const mk_transport transport_provider = {provider_all_gather, provider_heap_alloc, provider_heap_free, provider_close};
+static const mk_transport transport_provider = {provider_all_gather, provider_heap_alloc, provider_heap_free, provider_abandon, provider_close};
 
 mok_status mok_group_create(const mok_provider *provider, int32_t rank, int32_t num_ranks, mok_group **group)
 {

@@ -7,8 +7,11 @@
 /* As mok_provider, but every function has written the sentence when it fails. timeout_ms bounds each wait, where the transport can. */
 typedef struct mk_transport {
     mok_status (*all_gather)(mok_group *group, const void *send, void *recv, size_t bytes, int64_t timeout_ms);
+    /* After a failure peers[own rank] is what heap_free must still be called for, or NULL. */
     mok_status (*heap_alloc)(mok_group *group, size_t bytes, void **peers, int64_t timeout_ms);
     void (*heap_free)(mok_group *group, void *own);
+    /* This rank leaves a workspace without waiting for the others: from here on no rank of the group waits at a rendezvous. */
+    void (*abandon)(mok_group *group);
     void (*close)(mok_group *group);
 } mk_transport;
 

@@ -1,5 +1,5 @@
-/* Ranks as threads of one process: a rendezvous under one mutex. Used at creation and destruction only; the passes meet in
- * the heaps (cpu/call.c). */
+/* Ranks as threads of one process: a rendezvous under one mutex. Used at creation and destruction, and by ranks that share a GPU
+ * (cuda/host/meet.c); all other passes meet in the heaps (cpu/call.c, cuda/stage/call.cuh). */
 #include <errno.h>
 #include <pthread.h>
 #include <stdio.h>
@@ -10,6 +10,18 @@
 #include "base/error.h"
 #include "peer/group.h"
 
+typedef struct mk_message {
+    const void *data;
+    size_t bytes;
+} mk_message;
+
+/* A heap that its rank has left while others may still come late and use it: it goes with the group's last handle. */
+typedef struct mk_retired {
+    struct mk_retired *next;
+    void *heap;
+    mok_group owner;            /* only its device, kept for as long */
+} mk_retired;
+
 typedef struct mk_rendezvous {
     pthread_mutex_t lock;
     pthread_cond_t changed;
@@ -17,7 +29,9 @@ typedef struct mk_rendezvous {
     int32_t arrived;
     uint64_t round;
     bool broken;                /* a rank gave up waiting: nothing works any more */
-    const void **sent;          /* [size] what each rank brings this round */
+    char missing[256];          /* the ranks that were waited for then */
+    mk_message *sent;           /* [size] what each rank brings this round; data NULL: it is not there */
+    mk_retired *retired;
 } mk_rendezvous;
 
 static struct timespec deadline_after(int64_t ms)
@@ -33,41 +47,48 @@ static struct timespec deadline_after(int64_t ms)
     return t;
 }
 
-/* Under the lock: names the ranks that are not here. */
-static mok_status fail_missing(const mok_group *g, const mk_rendezvous *v, int64_t timeout_ms)
+/* Under the lock: names the ranks that are not here, for everyone who waits. */
+static void give_up(mk_rendezvous *v)
 {
-    char missing[256] = "";
     size_t used = 0;
-    for (int32_t r = 0; r < v->size && used < sizeof missing - 12; r++)
-        if (!v->sent[r])
-            used += (size_t)snprintf(missing + used, sizeof missing - used, " %d", r);
-    return mk_fail(MOK_E_TIMEOUT, "rank %d waited %lld ms at a rendezvous of %d ranks; not there:%s", g->rank, (long long)timeout_ms, v->size, missing);
+    v->missing[0] = 0;
+    for (int32_t r = 0; r < v->size && used < sizeof v->missing - 12; r++)
+        if (!v->sent[r].data)
+            used += (size_t)snprintf(v->missing + used, sizeof v->missing - used, " %d", r);
+    v->broken = true;
+    pthread_cond_broadcast(&v->changed);
+}
+
+static mok_status fail_broken(const mok_group *g, const mk_rendezvous *v, int64_t timeout_ms, bool waited)
+{
+    if (waited)
+        return mk_fail(MOK_E_TIMEOUT, "rank %d waited %lld ms at a rendezvous of %d ranks; not there:%s", g->rank, (long long)timeout_ms, v->size,
+                       v->missing);
+    return mk_fail(MOK_E_TIMEOUT, "rank %d: this group of %d ranks is broken, a rank has given up waiting; not there:%s", g->rank, v->size, v->missing);
 }
 
 /* Waits until every rank has come with something to send. The last one to come opens the next round. */
-static mok_status meet(mok_group *g, const void *send, int64_t timeout_ms)
+static mok_status meet(mok_group *g, const void *send, size_t bytes, int64_t timeout_ms)
 {
     mk_rendezvous *v = g->local;
     struct timespec deadline = deadline_after(timeout_ms);
-    mok_status status = MOK_OK;
+    bool waited = false;
     pthread_mutex_lock(&v->lock);
     uint64_t round = v->round;
-    v->sent[g->rank] = send;
-    if (++v->arrived == v->size) {
-        v->arrived = 0;
-        v->round++;
-        pthread_cond_broadcast(&v->changed);
+    if (!v->broken) { /* a late rank must not complete a round that the others have left */
+        v->sent[g->rank] = (mk_message){send, bytes};
+        if (++v->arrived == v->size) {
+            v->arrived = 0;
+            v->round++;
+            pthread_cond_broadcast(&v->changed);
+        }
     }
     while (v->round == round && !v->broken)
         if (pthread_cond_timedwait(&v->changed, &v->lock, &deadline) == ETIMEDOUT && v->round == round && !v->broken) {
-            status = fail_missing(g, v, timeout_ms);
-            v->broken = true;
-            pthread_cond_broadcast(&v->changed);
-            pthread_mutex_unlock(&v->lock);
-            return status;
+            waited = true;
+            give_up(v);
         }
-    if (v->round == round)
-        status = mk_fail(MOK_E_TIMEOUT, "rank %d: another rank gave up at a rendezvous of this group", g->rank);
+    mok_status status = v->round == round ? fail_broken(g, v, timeout_ms, waited) : MOK_OK;
     pthread_mutex_unlock(&v->lock);
     return status;
 }
@@ -75,15 +96,20 @@ static mok_status meet(mok_group *g, const void *send, int64_t timeout_ms)
 static mok_status local_all_gather(mok_group *g, const void *send, void *recv, size_t bytes, int64_t timeout_ms)
 {
     mk_rendezvous *v = g->local;
-    MK_TRY(meet(g, send, timeout_ms));
-    for (int32_t r = 0; r < v->size; r++)
-        memcpy((char *)recv + (size_t)r * bytes, v->sent[r], bytes);
+    mok_status verdict = MOK_OK;
+    MK_TRY(meet(g, send, bytes, timeout_ms));
+    /* Sizes differ if ranks are in different calls, creating here and destroying there: the same verdict on all. */
+    for (int32_t r = 1; r < v->size && verdict == MOK_OK; r++)
+        if (v->sent[r].bytes != v->sent[0].bytes)
+            verdict = mk_fail(MOK_E_MISMATCH, "ranks 0 and %d of this group create and destroy workspaces in different orders", r);
+    for (int32_t r = 0; r < v->size && verdict == MOK_OK; r++)
+        memcpy((char *)recv + (size_t)r * bytes, v->sent[r].data, bytes);
     /* Nobody may leave, or clear its place, before all have read. */
-    mok_status status = meet(g, send, timeout_ms);
+    mok_status status = meet(g, send, bytes, timeout_ms);
     pthread_mutex_lock(&v->lock);
-    v->sent[g->rank] = NULL;
+    v->sent[g->rank] = (mk_message){NULL, 0};
     pthread_mutex_unlock(&v->lock);
-    return status;
+    return status == MOK_OK ? verdict : status;
 }
 
 static void *host_memory(size_t bytes)
@@ -94,12 +120,36 @@ static void *host_memory(size_t bytes)
     return memset(own, 0, bytes);
 }
 
-static void local_heap_free(mok_group *g, void *own)
+static void free_heap(const mok_group *g, void *own)
 {
     if (g->device)
         mk_group_device_free(g, own);
     else
         free(own);
+}
+
+/* After a rank has given up waiting, a late one may still come and use this heap. */
+static void local_heap_free(mok_group *g, void *own)
+{
+    mk_rendezvous *v = g->local;
+    pthread_mutex_lock(&v->lock);
+    mk_retired *r = v->broken ? calloc(1, sizeof *r) : NULL;
+    if (r) {
+        *r = (mk_retired){.heap = own, .owner = {.device = mk_group_share_device(g)}, .next = v->retired};
+        v->retired = r;
+    }
+    pthread_mutex_unlock(&v->lock);
+    if (!r)
+        free_heap(g, own);
+}
+
+static void local_abandon(mok_group *g)
+{
+    mk_rendezvous *v = g->local;
+    pthread_mutex_lock(&v->lock);
+    if (!v->broken)
+        give_up(v);
+    pthread_mutex_unlock(&v->lock);
 }
 
 static mok_status local_heap_alloc(mok_group *g, size_t bytes, void **peers, int64_t timeout_ms)
@@ -109,8 +159,10 @@ static mok_status local_heap_alloc(mok_group *g, size_t bytes, void **peers, int
     for (int32_t r = 0; r < g->size && status == MOK_OK; r++)
         if (!peers[r])
             status = mk_fail(MOK_E_MEMORY, "rank %d could not allocate its heap of %zu bytes", r, bytes);
-    if (status != MOK_OK)
+    if (status != MOK_OK && own)
         local_heap_free(g, own);
+    if (status != MOK_OK)
+        peers[g->rank] = NULL;
     return status;
 }
 
@@ -122,13 +174,20 @@ static void local_close(mok_group *g)
     pthread_mutex_unlock(&v->lock);
     if (left)
         return;
+    while (v->retired) {
+        mk_retired *r = v->retired;
+        v->retired = r->next;
+        free_heap(&r->owner, r->heap);
+        mk_group_release_device(&r->owner);
+        free(r);
+    }
     pthread_cond_destroy(&v->changed);
     pthread_mutex_destroy(&v->lock);
     free(v->sent);
     free(v);
 }
 
-const mk_transport mk_transport_local = {local_all_gather, local_heap_alloc, local_heap_free, local_close};
+const mk_transport mk_transport_local = {local_all_gather, local_heap_alloc, local_heap_free, local_abandon, local_close};
 
 mok_status mok_group_create_local(int32_t num_ranks, const int32_t *devices, mok_group **groups)
 {
