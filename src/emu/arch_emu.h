@@ -86,7 +86,7 @@ MK_DEVICE void tma_prefetch_map(const mk_tensor_map *) {}
 void fence_proxy_async();
 void fence_proxy_async_global();
 void fence_proxy_async_shared_cta();
-MK_DEVICE void fence_tensor_map_acquire_sys(const mk_tensor_map *) {}
+void fence_tensor_map_acquire_sys(const mk_tensor_map *map);
 void fence_acq_rel_gpu();
 void fence_acq_rel_sys();
 

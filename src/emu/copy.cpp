@@ -13,6 +13,12 @@ struct Piece {
     uint32_t valid;     /* bytes of the 16 that lie inside the tensor */
 };
 
+/* 16 bytes have landed in shared memory, in the current phase of `bar`: whoever sees that phase complete may read them. */
+static void landed(Cta &cta, uint32_t offset, const Mbarrier &bar)
+{
+    std::fill_n(cta.write_epoch.begin() + offset, 16, make_epoch(cta.number, bar.member, (uint32_t)bar.phase + 1));
+}
+
 /* ---- loads ---- */
 
 struct LoadOp : AsyncOp {
@@ -55,6 +61,7 @@ struct LoadOp : AsyncOp {
                 g.written = written[i];
                 g.async_writes--;
                 g.stamp = 0;
+                landed(cta, pieces[i].offset, *bars[t]);
             }
             mbarrier_complete_tx(*bars[t], (uint32_t)pieces.size() * 16);
         }
@@ -66,10 +73,12 @@ struct LoadOp : AsyncOp {
 static void issue_load(const char *what, std::shared_ptr<LoadOp> op, const Place &bar, uint32_t cta_mask)
 {
     op->what = what;
-    for (size_t i = 0; i < op->pieces.size(); i++)
-        if (op->pieces[i].global) {
-            const Allocation &a = require_allocation(op->pieces[i].global, op->pieces[i].valid, what);
-            check_global_proxy(a, op->pieces[i].global, op->pieces[i].valid, what);
+    const Mbarrier &own_bar = mbarrier_at(bar, what);
+    for (const Piece &p : op->pieces)
+        if (p.global) {
+            Allocation &a = require_allocation(p.global, p.valid, what);
+            check_global_proxy(a, p.global, p.valid, what);
+            global_async_read(a, p.global, p.valid, own_bar, *bar.cta, what);
         }
     Cluster &cluster = *self->cta->cluster;
     for (uint32_t r = 0; r < cluster.ctas.size(); r++) {
@@ -155,7 +164,7 @@ static void issue_store(const char *what, std::shared_ptr<StoreOp> op)
     for (const Piece &p : op->pieces) {
         begin_async_read(*self->cta, p.offset, what);
         if (p.valid)
-            require_allocation(p.global, p.valid, what);
+            global_async_write(require_allocation(p.global, p.valid, what), p.global, p.valid, what);
     }
     self->open_stores.push_back(op);
     submit(op);
@@ -175,6 +184,20 @@ static bool groups_done(Thread &t)
     return true;
 }
 
+/* The running thread has waited: its store's source is free, and (unless read_only) what it wrote counts as written by the thread. */
+static void observe(StoreOp &op, bool read_only)
+{
+    for (const Piece &p : op.pieces) {
+        if (!op.observed) {
+            end_async_read(*op.cta, p.offset);
+            note_read(op.cta->granules[p.offset / 16].reads, self->now(), 0xffff);
+        }
+        if (!read_only && p.valid)
+            global_write_epoch(p.global, p.valid, self->now());
+    }
+    op.observed = true;
+}
+
 void bulk_wait_groups(int newer, bool read_only)
 {
     step();
@@ -184,10 +207,7 @@ void bulk_wait_groups(int newer, bool read_only)
     const size_t count = t.groups.size() > (size_t)newer ? t.groups.size() - (size_t)newer : 0;
     for (size_t i = 0; i < count; i++)
         for (auto &op : t.groups[i]->ops) {
-            if (!op->observed)
-                for (const Piece &p : op->pieces)
-                    end_async_read(*op->cta, p.offset);
-            op->observed = true;
+            observe(*op, read_only);
         }
     if (!read_only)
         t.groups.erase(t.groups.begin(), t.groups.begin() + (long)count);
@@ -201,6 +221,8 @@ static std::vector<Piece> box_pieces(const char *what, const mk_tensor_map *opaq
     const TensorMap &map = *reinterpret_cast<const TensorMap *>(opaque);
     if (map.magic != kTensorMapMagic || map.rank != rank)
         fail("%s: not a tensor map of rank %u", what, rank);
+    if (find_allocation(opaque, sizeof *opaque) && !self->cta->acquired_maps.count(opaque))
+        fail("%s: the map lies in global memory, and this CTA has not acquired it with fence_tensor_map_acquire_sys", what);
     const uint32_t inner = map.box[0] * map.element_bytes;
     const uint32_t pitch = map.swizzle == MK_SWIZZLE_128B ? 128 : inner;
     const uint32_t rows = map.box[1] * map.box[2];
@@ -263,6 +285,7 @@ struct StAsyncOp : AsyncOp {
         g.written = 0xffff;
         g.async_writes--;
         g.stamp = 0;
+        landed(*dst.cta, dst.offset, *bar);
         mbarrier_complete_tx(*bar, 16);
         return true;
     }
@@ -333,6 +356,12 @@ void tma_load_2d_multicast(uint32_t dst, const mk_tensor_map *map, int32_t c0, i
 { tensor_load("tma_load_2d_multicast", dst, map, {c0, c1, 0}, 2, bar, cta_mask); }
 void tma_load_3d_multicast(uint32_t dst, const mk_tensor_map *map, int32_t c0, int32_t c1, int32_t c2, uint32_t bar, uint16_t cta_mask)
 { tensor_load("tma_load_3d_multicast", dst, map, {c0, c1, c2}, 3, bar, cta_mask); }
+
+void fence_tensor_map_acquire_sys(const mk_tensor_map *map)
+{
+    step();
+    self->cta->acquired_maps.insert(map);
+}
 
 void tma_store_2d(const mk_tensor_map *map, int32_t c0, int32_t c1, uint32_t src)
 {

@@ -121,10 +121,13 @@ static std::unique_ptr<Cta> make_cta(DeviceState &device, Cluster &cluster, cons
     cta->device = &device;
     cta->rank = rank;
     cta->block = cluster.index * shape.cluster + rank;
+    cta->number = (uint32_t)machine->cta_records.size();
+    machine->cta_records.push_back({device.index, device.launches, cta->block});
     cta->shared_bytes = (shape.shared_bytes + 15) & ~15u;
     cta->shared = static_cast<uint8_t *>(aligned_alloc(1024, (cta->shared_bytes + 2047) & ~1023u));
     memset(cta->shared, 0xa5, cta->shared_bytes);
     cta->granules.resize(cta->shared_bytes / 16);
+    cta->write_epoch.assign(cta->shared_bytes, 0);
     cta->mbarrier_at.assign(cta->shared_bytes / 8, -1);
     cta->live = shape.threads;
     cta->threads.resize(shape.threads);
@@ -137,6 +140,7 @@ static std::unique_ptr<Cta> make_cta(DeviceState &device, Cluster &cluster, cons
         t.cta = cta.get();
         t.idx = i;
         t.global_fence = device.launch_stamp;
+        t.clock = device.clock;
         cta->warps[i / 32].members |= 1u << (i % 32);
         if (machine->free_fibers.empty()) {
             machine->fibers.push_back(std::make_unique<Fiber>());
@@ -155,8 +159,10 @@ static void start_clusters(DeviceState &device)
     if (device.queue.empty())
         return;
     QueuedLaunch &q = device.queue.front();
-    if (q.next_cluster == 0 && device.resident.empty())
+    if (q.next_cluster == 0 && device.resident.empty()) {
         device.launch_stamp = machine->stamp++;
+        device.clock.launch_ended(device.index, device.launches++);
+    }
     while (q.next_cluster * q.shape.cluster < q.shape.blocks && device.resident.size() < device.resident_limit) {
         auto cluster = std::make_unique<Cluster>();
         cluster->index = q.next_cluster++;
@@ -173,12 +179,11 @@ static void thread_left(Thread &t)
     Cluster &cluster = *cta.cluster;
     DeviceState &device = *cta.device;
     machine->progress++;
+    device.clock_at_end.join(t.clock);
     machine->free_fibers.push_back(t.fiber);
     cluster.live--;
     if (cluster.live && cluster.barrier_arrived == cluster.live) {  /* the others do not wait for one who has left */
-        cluster.barrier_arrived = 0;
-        cluster.barrier_generation++;
-        wake(cluster.barrier_waiters);
+        open_cluster_barrier(cluster);
     }
     if (--cta.live == 0) {
         cta_exit_checks(cta);
@@ -191,20 +196,31 @@ static void thread_left(Thread &t)
             device.resident.erase(device.resident.begin() + (long)i);
             break;
         }
-    if (device.resident.empty() && device.queue.front().next_cluster * device.queue.front().shape.cluster >= device.queue.front().shape.blocks)
+    if (device.resident.empty() && device.queue.front().next_cluster * device.queue.front().shape.cluster >= device.queue.front().shape.blocks) {
         device.queue.pop_front();
+        device.clock.join(device.clock_at_end);
+    }
     start_clusters(device);
 }
 
 /* ---- the loop ---- */
 
-static bool is_slow(const Thread &t) { return machine->slow_mask >> ((t.warp() + 5 * t.cta->block) % 64) & 1; }
+static bool is_frozen(const Thread &t) { return t.cta->block % 2 == machine->frozen_blocks || t.warp() == machine->frozen_warp; }
+
+/* How often this thread is passed over while others are ready. */
+static bool passed_over(const Thread &t)
+{
+    if (is_frozen(t))
+        return machine->random.below(256) != 0;
+    const bool slow = machine->slow_mask >> ((t.warp() + 5 * t.cta->block) % 64) & 1;
+    return slow && machine->random.below(machine->slow_odds) != 0;
+}
 
 static void run_one_thread()
 {
     std::vector<Thread *> &ready = machine->ready;
     uint32_t pick = machine->random.below((uint32_t)ready.size());
-    for (int tries = 0; tries < 8 && is_slow(*ready[pick]) && machine->random.below(machine->slow_odds) != 0; tries++)
+    for (int tries = 0; tries < 16 && passed_over(*ready[pick]); tries++)
         pick = machine->random.below((uint32_t)ready.size());
     Thread &t = *ready[pick];
     ready[pick] = ready.back();
@@ -288,6 +304,11 @@ Machine::Machine(uint64_t seed) : state_(std::make_unique<State>())
     state_->async_odds = odds[state_->random.below(6)];
     state_->slow_odds = 1 + state_->random.below(4) * 8;
     state_->slow_mask = state_->random.next() & state_->random.next();
+    switch (state_->random.below(4)) {
+    case 0: state_->frozen_blocks = state_->random.below(2); break;
+    case 1: state_->frozen_warp = state_->random.below(12); break;
+    default: break;
+    }
 }
 
 Machine::~Machine()
@@ -328,6 +349,9 @@ Result Machine::run()
     machine->result = Result();
     machine->result.seed = machine->seed;
     machine->failed = false;
+    for (auto &device : machine->devices)  /* the host has seen everything so far */
+        for (auto &other : machine->devices)
+            device->clock.launch_ended(other->index, other->launches);
     try {
         for (auto &device : machine->devices)
             start_clusters(*device);

@@ -9,9 +9,12 @@
 
 #include <deque>
 #include <map>
+#include <set>
+#include <unordered_map>
 #include <string.h>
 #include "cuda/arch/arch.cuh"
 #include "emu/fiber.h"
+#include "emu/order.h"
 
 namespace emu {
 
@@ -36,14 +39,18 @@ struct Mbarrier {
     uint32_t count = 0, pending = 0;
     int64_t tx = 0;              /* bytes expected minus bytes arrived */
     uint64_t phase = 0;          /* phases completed */
+    Cta *cta = nullptr;
     Thread *init_by = nullptr;
     bool published = false;      /* the initialising thread has fenced */
+    uint32_t member = 0;         /* in epochs */
+    Clock arriving, completed;   /* of the current phase's arrivals, of the last phase */
     WaitList waiters;
 };
 
 struct NamedBarrier {
     uint32_t expected = 0, arrived = 0;
     uint64_t generation = 0;
+    Clock arriving, completed;
     WaitList waiters;
 };
 
@@ -89,6 +96,7 @@ struct Granule {
     uint16_t async_writes = 0;    /* copies that will still write it */
     uint64_t stamp = 0;           /* of the last plain write; 0 when the last write was a copy's */
     Thread *writer = nullptr;
+    Reads reads;                  /* plain ones, and bulk stores that were waited for */
 };
 
 enum class Doing { ready, running, blocked, exited };
@@ -118,6 +126,10 @@ struct Thread {
     std::deque<uint32_t> wgmma_group_ends;
     bool wgmma_fenced = false;
     uint64_t cluster_barrier_seen = 0;
+    /* happens-before */
+    Clock clock, fenced, seen_relaxed;  /* what it knows; what its last fence released; what relaxed loads saw */
+    uint32_t count = 1;                 /* its releases so far, plus one */
+    Epoch now() const;
 
     uint32_t lane() const { return idx & 31; }
     uint32_t warp() const { return idx >> 5; }
@@ -129,7 +141,9 @@ struct Cta {
     Cluster *cluster = nullptr;
     DeviceState *device = nullptr;
     uint32_t block = 0, rank = 0;
+    uint32_t number = 0;               /* in epochs */
     uint32_t shared_bytes = 0;
+    std::vector<Epoch> write_epoch;    /* by byte of shared memory */
     uint8_t *shared = nullptr;
     std::vector<Granule> granules;
     std::vector<int32_t> mbarrier_at;  /* by address / 8, -1 = none */
@@ -139,6 +153,7 @@ struct Cta {
     std::vector<Warp> warps;
     std::vector<Warpgroup> warpgroups;
     uint32_t free_registers = 0;       /* per thread of a warpgroup */
+    std::set<const void *> acquired_maps;
     uint32_t live = 0;
     bool gone = false;
     ~Cta();
@@ -149,6 +164,7 @@ struct Cluster {
     uint32_t index = 0, live = 0;
     uint32_t barrier_arrived = 0;
     uint64_t barrier_generation = 0;
+    Clock arriving, completed;
     WaitList barrier_waiters;
 };
 
@@ -164,6 +180,8 @@ struct DeviceState {
     std::deque<QueuedLaunch> queue;                   /* front = running */
     std::vector<std::unique_ptr<Cluster>> resident;
     uint64_t launch_stamp = 0;                        /* writes before it are visible to the whole launch */
+    uint32_t launches = 0;                            /* started so far */
+    Clock clock, clock_at_end;                        /* what a thread that starts now knows; what those that have ended knew */
 };
 
 struct Allocation {
@@ -172,7 +190,21 @@ struct Allocation {
     std::string name;
     std::vector<uint8_t> written;   /* by byte */
     std::vector<uint64_t> stamp;    /* by 16 bytes: last plain write */
+    std::vector<Epoch> write_epoch; /* by byte */
+    std::vector<Reads> reads;       /* by 16 bytes */
 };
+
+/* A flag or counter in global memory, as far as it orders anything. */
+struct Flag {
+    Clock clock;
+    uint32_t device = 0;         /* of the last writer */
+    bool system_scope = false;
+    void store(bool release, bool sys);
+    void add(bool release, bool sys);
+    void load(bool acquire, bool sys) const;
+};
+
+struct CtaRecord { uint32_t device, launch, block; };
 
 struct State {
     uint64_t seed = 0;
@@ -185,12 +217,16 @@ struct State {
     WaitList store_owners;                            /* wait for their own bulk stores */
     std::vector<std::unique_ptr<Fiber>> fibers;
     std::vector<Fiber *> free_fibers;
+    std::vector<CtaRecord> cta_records;               /* by CTA number */
+    std::unordered_map<const void *, Flag> flags;
     uint64_t stamp = 1;        /* of plain writes */
     uint64_t progress = 0;     /* counts everything that may let somebody go on */
     uint64_t time_ns = 1000000;
     uint32_t async_odds = 8;   /* one in so many scheduler turns advances an operation */
     uint32_t slow_odds = 1;    /* drawn per seed: how often a slow warp is passed over */
     uint64_t slow_mask = 0;    /* warps that are slow in this run */
+    uint32_t frozen_blocks = 2;/* blocks of this parity run only when nobody else can; 2: none */
+    uint32_t frozen_warp = 32; /* the same for warps of this index; 32: none */
     bool let_time_pass = false;
     bool failed = false;
     Result result;
@@ -212,7 +248,13 @@ std::string deadlock_report();
 void thread_exit_checks(Thread &t);
 void cta_exit_checks(Cta &cta);
 
+/* ---- happens-before, of the running thread ---- */
+void release_into(Clock &clock);
+void acquire_from(const Clock &clock);
+void fence_release_and_acquire();
+
 /* ---- warps ---- */
+void open_cluster_barrier(Cluster &cluster);
 void warp_rendezvous(const char *instruction, void (*complete)(Warp &));
 inline Warp &own_warp() { return self->cta->warps[self->warp()]; }
 
@@ -240,6 +282,10 @@ void mbarrier_complete_tx(Mbarrier &bar, uint32_t bytes);
 void observe_stores(Thread &t, size_t groups, bool read_only);
 /* Shared memory read by a bulk store or MMA has been waited for. */
 void end_async_read(Cta &cta, uint32_t offset);
+/* A load into a phase of `bar` reads global memory; a store writes it, first unobserved, then as a write of the thread that waited. */
+void global_async_read(Allocation &a, const void *p, size_t bytes, const Mbarrier &bar, const Cta &cta, const char *what);
+void global_async_write(Allocation &a, void *p, size_t bytes, const char *what);
+void global_write_epoch(void *p, size_t bytes, Epoch e);
 
 } /* namespace emu */
 #endif

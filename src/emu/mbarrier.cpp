@@ -1,4 +1,7 @@
-/* mbarriers: arrivals and bytes, phases, and the rules for publishing and using them. */
+/* mbarriers: arrivals and bytes, phases, and the rules for publishing and using them.
+ *
+ * A remote arrive with release semantics at CTA scope is taken to order the arriving CTA's accesses for everybody in the cluster:
+ * more than the manual promises, and what every fast GEMM relies on (its readers are ordered by completed MMAs and loads). */
 #include "emu/machine.h"
 
 namespace emu {
@@ -22,6 +25,9 @@ static void maybe_complete(Mbarrier &bar)
         return;
     bar.phase++;
     bar.pending = bar.count;
+    bar.completed = bar.arriving;
+    bar.completed.add(make_epoch(bar.cta->number, bar.member, (uint32_t)bar.phase));
+    bar.arriving.clear();
     wake(bar.waiters);
 }
 
@@ -30,6 +36,7 @@ static void arrive(Mbarrier &bar)
     if (bar.pending == 0)
         fail("mbarrier at shared offset %u: more than its %u arrivals in one phase", bar.address, bar.count);
     bar.pending--;
+    release_into(bar.arriving);
     maybe_complete(bar);
 }
 
@@ -63,6 +70,8 @@ static bool try_wait(uint32_t address, uint32_t parity)
         return false;
     }
     const bool gave_up = block(bar.waiters, phase_completed, "mbarrier", &bar, parity, machine->let_time_pass);
+    if (!gave_up)
+        acquire_from(bar.completed);
     return !gave_up;
 }
 
@@ -99,6 +108,8 @@ void mbar_init(uint32_t address, uint32_t count)
     bar.address = place.offset;
     bar.count = bar.pending = count;
     bar.init_by = self;
+    bar.cta = self->cta;
+    bar.member = kMemberMbarrier + (uint32_t)self->cta->mbarriers.size() - 1;
 }
 
 void fence_mbar_init_release_cluster()

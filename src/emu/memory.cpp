@@ -1,6 +1,7 @@
 /* Plain memory, flags and fences: bounds, written bytes, and which plain writes a later copy or MMA may not see yet. */
 #include "emu/machine.h"
 
+#include <algorithm>
 #include <stdlib.h>
 
 namespace emu {
@@ -19,6 +20,8 @@ void *Machine::allocate(size_t bytes, const char *name)
     memset(a->block, 0xcb, bytes + 2 * kGuard);
     a->written.assign(bytes, 0);
     a->stamp.assign(bytes / 16 + 1, 0);
+    a->write_epoch.assign(bytes, 0);
+    a->reads.resize(bytes / 16 + 2);
     void *base = a->base;
     state_->memory[(uintptr_t)base] = std::move(a);
     return base;
@@ -52,11 +55,63 @@ bool Machine::is_written(const void *p, size_t bytes) const
     return a && !memchr(a->written.data() + (static_cast<const uint8_t *>(p) - a->base), 0, bytes);
 }
 
+/* The bytes of granule i that [at, at + bytes) covers. */
+static uint32_t bytes_of(size_t i, size_t at, size_t bytes)
+{
+    return byte_mask(std::max(at, i * 16) - i * 16, std::min(at + bytes, i * 16 + 16) - i * 16);
+}
+
+/* Bytes, order and proxy of a plain write; the data itself is the caller's. */
+static void global_plain_write(Allocation &a, const void *p, size_t bytes)
+{
+    const size_t at = (size_t)(static_cast<const uint8_t *>(p) - a.base);
+    memset(a.written.data() + at, 1, bytes);
+    for (size_t i = at / 16; i <= (at + bytes - 1) / 16; i++) {
+        if (Epoch e = unknown_read(a.reads[i], bytes_of(i, at, bytes)))
+            fail("a write of %s+%zu is not ordered after a read by %s", a.name.c_str(), i * 16, describe_epoch(e).c_str());
+        a.stamp[i] = machine->stamp++;
+    }
+    std::fill_n(a.write_epoch.begin() + (long)at, bytes, self->now());
+}
+
+/* What a reader must know of: everybody who wrote these bytes. */
+static void require_known_writes(const Allocation &a, const void *p, size_t bytes, const char *what)
+{
+    const size_t at = (size_t)(static_cast<const uint8_t *>(p) - a.base);
+    Epoch last = 0;
+    for (size_t i = at; i < at + bytes; i++) {
+        const Epoch e = a.write_epoch[i];
+        if (e != last && !known_to_self(e))
+            fail("%s of %s+%zu is not ordered after the write by %s", what, a.name.c_str(), i, describe_epoch(e).c_str());
+        last = e;
+    }
+}
+
+void global_async_read(Allocation &a, const void *p, size_t bytes, const Mbarrier &bar, const Cta &cta, const char *what)
+{
+    require_known_writes(a, p, bytes, what);
+    note_read(a.reads[(size_t)(static_cast<const uint8_t *>(p) - a.base) / 16], make_epoch(cta.number, bar.member, (uint32_t)bar.phase + 1), 0xffff);
+}
+
+void global_async_write(Allocation &a, void *p, size_t bytes, const char *what)
+{
+    const size_t at = (size_t)(static_cast<uint8_t *>(p) - a.base);
+    if (Epoch e = unknown_read(a.reads[at / 16], 0xffff))
+        fail("%s to %s+%zu is not ordered after a read by %s", what, a.name.c_str(), at, describe_epoch(e).c_str());
+    std::fill_n(a.write_epoch.begin() + (long)at, bytes, kUnobserved);
+}
+
+void global_write_epoch(void *p, size_t bytes, Epoch e)
+{
+    if (Allocation *a = find_allocation(p, bytes))
+        std::fill_n(a->write_epoch.begin() + (static_cast<uint8_t *>(p) - a->base), bytes, e);
+}
+
 /* For the namespace mk's note_written: the running machine's memory. */
 void mark_written(const void *p, size_t bytes)
 {
     if (Allocation *a = bytes ? find_in(*machine, p, bytes) : nullptr)
-        memset(a->written.data() + (static_cast<const uint8_t *>(p) - a->base), 1, bytes);
+        global_plain_write(*a, p, bytes);
 }
 
 Allocation *find_allocation(const void *p, size_t bytes) { return find_in(*machine, p, bytes); }
@@ -118,11 +173,17 @@ void shared_plain_write(Cta &cta, uint32_t offset, const void *in, uint32_t byte
             fail("a plain write to shared offset %u, which a store or MMA still reads (nobody has waited for it)", i * 16);
         if (g.async_writes)
             fail("a plain write to shared offset %u, where a copy is still under way", i * 16);
+        if (Epoch e = unknown_read(g.reads, bytes_of(i, offset, bytes)))
+            fail("a plain write to shared offset %u is not ordered after a read by %s", i * 16, describe_epoch(e).c_str());
         g.stamp = machine->stamp++;
         g.writer = self;
     }
-    for (uint32_t i = offset; i < offset + bytes; i++)
+    for (uint32_t i = offset; i < offset + bytes; i++) {
+        if (!known_to_self(cta.write_epoch[i]))
+            fail("a plain write to shared offset %u is not ordered after the write by %s", i, describe_epoch(cta.write_epoch[i]).c_str());
         cta.granules[i / 16].written |= (uint16_t)(1u << (i % 16));
+    }
+    std::fill_n(cta.write_epoch.begin() + offset, bytes, self->now());
     memcpy(cta.shared + offset, in, bytes);
 }
 
@@ -135,7 +196,11 @@ static void shared_plain_read(Cta &cta, uint32_t offset, void *out, uint32_t byt
             fail("a plain read of shared offset %u, where a copy is still under way", i);
         if (!(g.written >> (i % 16) & 1))
             fail("a plain read of shared offset %u, which was never written", i);
+        if (!known_to_self(cta.write_epoch[i]))
+            fail("a plain read of shared offset %u is not ordered after the write by %s", i, describe_epoch(cta.write_epoch[i]).c_str());
     }
+    for (uint32_t i = offset / 16; i <= (offset + bytes - 1) / 16; i++)
+        note_read(cta.granules[i].reads, self->now(), bytes_of(i, offset, bytes));
     memcpy(out, cta.shared + offset, bytes);
 }
 
@@ -147,6 +212,8 @@ void begin_async_read(Cta &cta, uint32_t offset, const char *what)
     if (g.stamp && g.writer->shared_fence < g.stamp)
         fail("%s reads shared offset %u, written by a plain store of warp %u, lane %u that no fence_proxy_async_shared_cta followed", what, offset,
              g.writer->warp(), g.writer->lane());
+    if (!known_to_self(cta.write_epoch[offset]))
+        fail("%s reads shared offset %u: not ordered after the write by %s", what, offset, describe_epoch(cta.write_epoch[offset]).c_str());
     g.async_reads++;
 }
 
@@ -160,6 +227,11 @@ void begin_async_write(Cta &cta, uint32_t offset, const char *what)
         fail("%s overwrites shared offset %u of block %u, which a store or MMA still reads (nobody has waited for it)", what, offset, cta.block);
     if (g.async_writes)
         fail("%s overwrites shared offset %u of block %u, where another copy is still under way", what, offset, cta.block);
+    if (Epoch e = unknown_read(g.reads, 0xffff))
+        fail("%s overwrites shared offset %u of block %u: not ordered after a read by %s", what, offset, cta.block, describe_epoch(e).c_str());
+    if (!known_to_self(cta.write_epoch[offset]))
+        fail("%s overwrites shared offset %u of block %u: not ordered after the write by %s", what, offset, cta.block,
+             describe_epoch(cta.write_epoch[offset]).c_str());
     g.async_writes++;
 }
 
@@ -175,19 +247,28 @@ static bool in_shared(const void *p, uint32_t &offset)
     return true;
 }
 
-void memory_read(const void *p, void *out, size_t bytes)
+static void global_read_bytes(const void *p, void *out, size_t bytes, bool atomic)
 {
-    step();
-    uint32_t offset;
-    if (in_shared(p, offset)) {
-        shared_plain_read(*self->cta, offset, out, (uint32_t)bytes);
-        return;
-    }
     Allocation &a = require_allocation(p, bytes, "a read");
     const size_t at = (size_t)(static_cast<const uint8_t *>(p) - a.base);
     if (const void *hole = memchr(a.written.data() + at, 0, bytes))
         fail("a read of %s+%zu, which was never written", a.name.c_str(), (size_t)(static_cast<const uint8_t *>(hole) - a.written.data()));
+    if (!atomic) {
+        require_known_writes(a, p, bytes, "a read");
+        for (size_t i = at / 16; i <= (at + bytes - 1) / 16; i++)
+            note_read(a.reads[i], self->now(), bytes_of(i, at, bytes));
+    }
     memcpy(out, p, bytes);
+}
+
+void memory_read(const void *p, void *out, size_t bytes)
+{
+    step();
+    uint32_t offset;
+    if (in_shared(p, offset))
+        shared_plain_read(*self->cta, offset, out, (uint32_t)bytes);
+    else
+        global_read_bytes(p, out, bytes, false);
 }
 
 void memory_write(void *p, const void *in, size_t bytes)
@@ -198,16 +279,15 @@ void memory_write(void *p, const void *in, size_t bytes)
         shared_plain_write(*self->cta, offset, in, (uint32_t)bytes);
         return;
     }
-    Allocation &a = require_allocation(p, bytes, "a write");
-    const size_t at = (size_t)(static_cast<uint8_t *>(p) - a.base);
-    memset(a.written.data() + at, 1, bytes);
-    for (size_t i = at / 16; i <= (at + bytes - 1) / 16; i++)
-        a.stamp[i] = machine->stamp++;
+    global_plain_write(require_allocation(p, bytes, "a write"), p, bytes);
     memcpy(p, in, bytes);
     wake(machine->pollers);
 }
 
 /* ---- flags: a thread that reads the same value twice running is polling, and sleeps until the value changes ---- */
+
+enum Order { RELAXED, ORDERED };  /* ORDERED: acquire for loads, release for stores, both for read-modify-writes */
+enum Scope { GPU, SYS };
 
 template <class T> static bool value_changed(Thread &t)
 {
@@ -216,27 +296,50 @@ template <class T> static bool value_changed(Thread &t)
     return now != (T)t.wait_value;
 }
 
-template <class T> static T flag_load(const T *p)
+template <class T> static T flag_load(const T *p, Order order, Scope scope)
 {
     T v;
-    memory_read(p, &v, sizeof v);
+    step();
+    global_read_bytes(p, &v, sizeof v, true);
     if (self->polled_address == p && self->polled_value == v) {
         block(machine->pollers, value_changed<T>, "global memory", const_cast<T *>(p), v, true);
-        memory_read(p, &v, sizeof v);
+        global_read_bytes(p, &v, sizeof v, true);
     }
     self->polled_address = p;
     self->polled_value = v;
+    machine->flags[p].load(order == ORDERED, scope == SYS);
     return v;
 }
 
-template <class T> static T flag_add(T *p, T n)
+/* Data of a flag's write. Its readers are ordered by the flag itself, or by a later launch. */
+template <class T> static void flag_write_value(T *p, T v)
 {
-    T v, sum;
-    memory_read(p, &v, sizeof v);
-    sum = v + n;
-    /* No step in between: the addition is atomic. */
-    self->budget += 2;
-    memory_write(p, &sum, sizeof sum);
+    Allocation &a = require_allocation(p, sizeof v, "a write");
+    const size_t at = (size_t)(reinterpret_cast<uint8_t *>(p) - a.base);
+    memset(a.written.data() + at, 1, sizeof v);
+    a.stamp[at / 16] = machine->stamp++;
+    std::fill_n(a.write_epoch.begin() + (long)at, sizeof v, self->now());
+    memcpy(p, &v, sizeof v);
+    wake(machine->pollers);
+}
+
+template <class T> static void flag_store(T *p, T v, Order order, Scope scope)
+{
+    step();
+    flag_write_value(p, v);
+    machine->flags[p].store(order == ORDERED, scope == SYS);
+}
+
+/* Atomic: nobody runs in between. */
+template <class T, class Change> static T flag_change(T *p, Order order, Scope scope, bool acquires, Change change)
+{
+    T v;
+    step();
+    global_read_bytes(p, &v, sizeof v, true);
+    if (acquires)
+        machine->flags[p].load(order == ORDERED, scope == SYS);
+    flag_write_value(p, (T)change(v));
+    machine->flags[p].add(order == ORDERED, scope == SYS);
     return v;
 }
 
@@ -307,33 +410,26 @@ void store_matrix_x4(uint32_t addr, const uint32_t (&r)[4])
 void fence_proxy_async() { step(); self->shared_fence = self->global_fence = machine->stamp++; }
 void fence_proxy_async_global() { step(); self->global_fence = machine->stamp++; }
 void fence_proxy_async_shared_cta() { step(); self->shared_fence = machine->stamp++; }
-void fence_acq_rel_gpu() { step(); }
-void fence_acq_rel_sys() { step(); }
+void fence_acq_rel_gpu() { step(); fence_release_and_acquire(); }
+void fence_acq_rel_sys() { step(); fence_release_and_acquire(); }
 
-uint32_t flag_load_relaxed_gpu(const uint32_t *p) { return flag_load(p); }
-uint32_t flag_load_acquire_gpu(const uint32_t *p) { return flag_load(p); }
-uint32_t flag_load_acquire_sys(const uint32_t *p) { return flag_load(p); }
-uint64_t flag_load_relaxed_sys(const uint64_t *p) { return flag_load(p); }
-uint64_t flag_load_acquire_sys(const uint64_t *p) { return flag_load(p); }
-void flag_store_relaxed_gpu(uint32_t *p, uint32_t v) { memory_write(p, &v, 4); }
-void flag_store_release_gpu(uint32_t *p, uint32_t v) { memory_write(p, &v, 4); }
-void flag_store_release_sys(uint32_t *p, uint32_t v) { memory_write(p, &v, 4); }
-void flag_store_relaxed_sys(uint64_t *p, uint64_t v) { memory_write(p, &v, 8); }
-void flag_store_release_sys(uint64_t *p, uint64_t v) { memory_write(p, &v, 8); }
-void flag_add_release_gpu(uint32_t *p, uint32_t v) { flag_add(p, v); }
-void flag_add_release_sys(uint32_t *p, uint32_t v) { flag_add(p, v); }
-uint32_t ticket_take_relaxed_gpu(uint32_t *p, uint32_t n) { return flag_add(p, n); }
-uint32_t ticket_take_acq_rel_gpu(uint32_t *p, uint32_t n) { return flag_add(p, n); }
+uint32_t flag_load_relaxed_gpu(const uint32_t *p) { return flag_load(p, RELAXED, GPU); }
+uint32_t flag_load_acquire_gpu(const uint32_t *p) { return flag_load(p, ORDERED, GPU); }
+uint32_t flag_load_acquire_sys(const uint32_t *p) { return flag_load(p, ORDERED, SYS); }
+uint64_t flag_load_relaxed_sys(const uint64_t *p) { return flag_load(p, RELAXED, SYS); }
+uint64_t flag_load_acquire_sys(const uint64_t *p) { return flag_load(p, ORDERED, SYS); }
+void flag_store_relaxed_gpu(uint32_t *p, uint32_t v) { flag_store(p, v, RELAXED, GPU); }
+void flag_store_release_gpu(uint32_t *p, uint32_t v) { flag_store(p, v, ORDERED, GPU); }
+void flag_store_release_sys(uint32_t *p, uint32_t v) { flag_store(p, v, ORDERED, SYS); }
+void flag_store_relaxed_sys(uint64_t *p, uint64_t v) { flag_store(p, v, RELAXED, SYS); }
+void flag_store_release_sys(uint64_t *p, uint64_t v) { flag_store(p, v, ORDERED, SYS); }
+void flag_add_release_gpu(uint32_t *p, uint32_t n) { flag_change(p, ORDERED, GPU, false, [n](uint32_t v) { return v + n; }); }
+void flag_add_release_sys(uint32_t *p, uint32_t n) { flag_change(p, ORDERED, SYS, false, [n](uint32_t v) { return v + n; }); }
+uint32_t ticket_take_relaxed_gpu(uint32_t *p, uint32_t n) { return flag_change(p, RELAXED, GPU, true, [n](uint32_t v) { return v + n; }); }
+uint32_t ticket_take_acq_rel_gpu(uint32_t *p, uint32_t n) { return flag_change(p, ORDERED, GPU, true, [n](uint32_t v) { return v + n; }); }
+void counter_add_relaxed_gpu(uint32_t *p, uint32_t n) { flag_change(p, RELAXED, GPU, false, [n](uint32_t v) { return v + n; }); }
+void counter_add_relaxed_gpu(uint64_t *p, uint64_t n) { flag_change(p, RELAXED, GPU, false, [n](uint64_t v) { return v + n; }); }
+void min_relaxed_gpu(uint64_t *p, uint64_t n) { flag_change(p, RELAXED, GPU, false, [n](uint64_t v) { return n < v ? n : v; }); }
 void note_written(const void *p, uint64_t bytes) { emu::mark_written(p, bytes); }
-void counter_add_relaxed_gpu(uint32_t *p, uint32_t v) { flag_add(p, v); }
-void counter_add_relaxed_gpu(uint64_t *p, uint64_t v) { flag_add(p, v); }
-void min_relaxed_gpu(uint64_t *p, uint64_t v)
-{
-    uint64_t old;
-    memory_read(p, &old, sizeof old);
-    self->budget += 2; /* no step in between: the operation is atomic */
-    if (v < old)
-        memory_write(p, &v, sizeof v);
-}
 
 } /* namespace mk */

@@ -27,6 +27,23 @@ void warp_rendezvous(const char *instruction, void (*complete)(Warp &))
 
 static void nothing(Warp &) {}
 
+/* sync_warp orders the lanes' memory accesses; the other warp instructions do not. */
+static void order_lanes(Warp &warp)
+{
+    Thread *const me = self;
+    Clock all;
+    for (int pass = 0; pass < 2; pass++)
+        for (uint32_t i = 0; i < 32; i++)
+            if (warp.members >> i & 1) {
+                self = &me->cta->threads[me->warp() * 32 + i];
+                if (pass == 0)
+                    release_into(all);
+                else
+                    acquire_from(all);
+            }
+    self = me;
+}
+
 /* ---- named barriers ---- */
 
 static bool barrier_opened(Thread &t) { return static_cast<NamedBarrier *>(t.wait_object)->generation != t.wait_value; }
@@ -41,13 +58,27 @@ static void barrier_arrive(uint32_t id, uint32_t threads, bool wait)
         fail("named barrier %u is used with %u and with %u threads at once", id, bar.expected, threads);
     bar.expected = threads;
     const uint64_t generation = bar.generation;
+    release_into(bar.arriving);
     if (++bar.arrived == threads) {
         bar.arrived = 0;
         bar.generation++;
+        bar.completed = bar.arriving;
+        bar.arriving.clear();
         wake(bar.waiters);
     } else if (wait) {
         block(bar.waiters, barrier_opened, "named barrier", &bar, generation);
     }
+    if (wait)
+        acquire_from(bar.completed);
+}
+
+void open_cluster_barrier(Cluster &cluster)
+{
+    cluster.barrier_arrived = 0;
+    cluster.barrier_generation++;
+    cluster.completed = cluster.arriving;
+    cluster.arriving.clear();
+    wake(cluster.barrier_waiters);
 }
 
 static bool cluster_opened(Thread &t) { return t.cta->cluster->barrier_generation > t.cluster_barrier_seen; }
@@ -106,7 +137,7 @@ uint32_t num_clusters() { return num_blocks() / self->cta->device->queue.front()
 void sync_warp()
 {
     step();
-    warp_rendezvous("sync_warp", nothing);
+    warp_rendezvous("sync_warp", order_lanes);
 }
 
 uint32_t shuffle(uint32_t value, uint32_t source_lane)
@@ -176,17 +207,16 @@ void barrier_cluster_arrive_release()
     step();
     Cluster &cluster = *self->cta->cluster;
     self->cluster_barrier_seen = cluster.barrier_generation;
-    if (++cluster.barrier_arrived == cluster.live) {
-        cluster.barrier_arrived = 0;
-        cluster.barrier_generation++;
-        wake(cluster.barrier_waiters);
-    }
+    release_into(cluster.arriving);
+    if (++cluster.barrier_arrived == cluster.live)
+        open_cluster_barrier(cluster);
 }
 
 void barrier_cluster_wait_acquire()
 {
     step();
     block(self->cta->cluster->barrier_waiters, cluster_opened, "cluster barrier", self->cta->cluster, 0);
+    acquire_from(self->cta->cluster->completed);
 }
 
 uint64_t time_ns()

@@ -240,6 +240,65 @@ TEST(multicast_into_a_cta_that_has_ended)
     });
 }
 
+/* ---- order ---- */
+
+TEST(read_of_another_lanes_write_without_sync_warp)
+{
+    expect_report("not ordered after", threads(32), [](Memory &) {
+        uint32_t *s = static_cast<uint32_t *>(shared_base());
+        store(&s[lane_idx()], 1u);
+        (void)ballot(true);  /* together, but no order */
+        (void)load(&s[lane_idx() ^ 1]);
+    });
+}
+TEST(write_over_what_another_warp_still_reads)
+{
+    expect_report("is not ordered after a read by", threads(64), [](Memory &) {
+        uint32_t *s = static_cast<uint32_t *>(shared_base());
+        if (thread_idx() == 0)
+            store(s, 1u);
+        barrier_block_sync();
+        (void)load(s);
+        if (thread_idx() == 0) {
+            for (int i = 0; i < 3000; i++)
+                sleep_ns(10);
+            store(s, 2u);
+        }
+    });
+}
+TEST(flag_set_with_a_relaxed_store)
+{
+    expect_report("is not ordered after the write by", threads(64), [](Memory &m) {
+        if (thread_idx() == 0) {
+            store(m.sink.device(), 5u);
+            flag_store_relaxed_gpu(m.flag.device(), 1);
+        } else if (thread_idx() == 32) {
+            wait_flag_at_least_gpu(m.flag.device(), 1, "the row");
+            (void)load(m.sink.device());
+        }
+    });
+}
+TEST(flag_raised_when_the_store_has_only_read_its_source)
+{
+    expect_report("bulk store that its thread has not waited for", threads(64), [](Memory &m) {
+        if (thread_idx() == 0) {
+            store_shared_b128(smem_addr(shared()), {1, 2, 3, 4});
+            fence_proxy_async_shared_cta();
+            bulk_store(m.sink.device(), smem_addr(shared()), 16);
+            bulk_commit();
+            bulk_wait_read<0>();
+            for (int i = 0; i < 3000; i++)
+                sleep_ns(10);
+            flag_add_release_gpu(m.flag.device(), 1);
+        } else if (thread_idx() == 32) {
+            wait_flag_at_least_gpu(m.flag.device(), 1, "the row");
+            (void)load(m.sink.device());
+        }
+        barrier_block_sync();
+        bulk_wait<0>();
+    });
+}
+
 /* ---- MMA ---- */
 
 /* One MMA on two loaded boxes; `mistake` says what is left out. */

@@ -1,0 +1,194 @@
+#include "emu/machine.h"
+
+#include <algorithm>
+#include <stdio.h>
+
+namespace emu {
+
+static uint32_t cta_of(Epoch e) { return (uint32_t)(e >> 40); }
+static uint32_t member_of(Epoch e) { return (uint32_t)(e >> 28) & 0xfff; }
+static uint32_t count_of(Epoch e) { return (uint32_t)e & 0xfffffff; }
+
+bool Clock::has_ended(uint32_t cta) const
+{
+    const CtaRecord &r = machine->cta_records[cta];
+    return r.device < ended_.size() && r.launch <= ended_[r.device];
+}
+
+bool Clock::knows(Epoch e) const
+{
+    if (e == 0)
+        return true;
+    if (e == kUnobserved)
+        return false;
+    const uint32_t cta = cta_of(e), member = member_of(e);
+    if (has_ended(cta))
+        return true;
+    auto at = std::lower_bound(ctas_.begin(), ctas_.end(), cta, [](const Entry &x, uint32_t c) { return x.cta < c; });
+    return at != ctas_.end() && at->cta == cta && member < at->counts->size() && (*at->counts)[member] >= count_of(e);
+}
+
+void Clock::add(Epoch e)
+{
+    const uint32_t cta = cta_of(e), member = member_of(e);
+    auto at = std::lower_bound(ctas_.begin(), ctas_.end(), cta, [](const Entry &x, uint32_t c) { return x.cta < c; });
+    if (at == ctas_.end() || at->cta != cta)
+        at = ctas_.insert(at, {cta, std::make_shared<Counts>()});
+    else if (member < at->counts->size() && (*at->counts)[member] >= count_of(e))
+        return;
+    if (at->counts.use_count() > 1)
+        at->counts = std::make_shared<Counts>(*at->counts);
+    if (at->counts->size() <= member)
+        at->counts->resize(member + 1, 0);
+    (*at->counts)[member] = count_of(e);
+}
+
+/* The larger of both, sharing one of them where it is the larger everywhere. */
+static std::shared_ptr<std::vector<uint32_t>> larger(const std::shared_ptr<std::vector<uint32_t>> &a, const std::shared_ptr<std::vector<uint32_t>> &b)
+{
+    const size_t both = std::min(a->size(), b->size());
+    const uint32_t *x = a->data(), *y = b->data();
+    uint32_t a_more = a->size() > both, b_more = b->size() > both;
+    for (size_t i = 0; i < both; i++) {
+        a_more |= x[i] > y[i];
+        b_more |= y[i] > x[i];
+    }
+    if (!b_more)
+        return a;
+    if (!a_more)
+        return b;
+    auto sum = std::make_shared<std::vector<uint32_t>>(a->size() > b->size() ? *a : *b);
+    for (size_t i = 0; i < both; i++)
+        (*sum)[i] = std::max(x[i], y[i]);
+    return sum;
+}
+
+void Clock::join(const Clock &other)
+{
+    bool shrink = false;
+    if (ended_.size() < other.ended_.size())
+        ended_.resize(other.ended_.size(), 0);
+    for (size_t d = 0; d < other.ended_.size(); d++) {
+        shrink |= other.ended_[d] > ended_[d];
+        ended_[d] = std::max(ended_[d], other.ended_[d]);
+    }
+    size_t at = 0;
+    for (const Entry &o : other.ctas_) {
+        while (at < ctas_.size() && ctas_[at].cta < o.cta)
+            at++;
+        if (at == ctas_.size() || ctas_[at].cta != o.cta) {
+            if (!has_ended(o.cta))
+                ctas_.insert(ctas_.begin() + (long)at, o);
+        } else if (ctas_[at].counts != o.counts) {
+            ctas_[at].counts = larger(ctas_[at].counts, o.counts);
+        }
+    }
+    if (shrink)
+        ctas_.erase(std::remove_if(ctas_.begin(), ctas_.end(), [&](const Entry &x) { return has_ended(x.cta); }), ctas_.end());
+}
+
+void Clock::launch_ended(uint32_t device, uint32_t launch)
+{
+    Clock end;
+    end.ended_.assign(device + 1, 0);
+    end.ended_[device] = launch;
+    join(end);
+}
+
+std::string describe_epoch(Epoch e)
+{
+    char text[160];
+    if (e == kUnobserved)
+        return "a bulk store that its thread has not waited for";
+    const CtaRecord &r = machine->cta_records[cta_of(e)];
+    const uint32_t member = member_of(e);
+    if (member >= kMemberMbarrier)
+        snprintf(text, sizeof text, "a copy that completes on mbarrier %u of device %u, block %u, in its phase %u", member - kMemberMbarrier, r.device,
+                 r.block, count_of(e) - 1);
+    else
+        snprintf(text, sizeof text, "device %u, block %u, warp %u, lane %u", r.device, r.block, member / 32, member % 32);
+    return text;
+}
+
+/* ---- threads ---- */
+
+Epoch Thread::now() const { return make_epoch(cta->number, idx, count); }
+
+void release_into(Clock &clock)
+{
+    clock.join(self->clock);
+    clock.add(self->now());
+    self->count++;
+}
+
+void acquire_from(const Clock &clock) { self->clock.join(clock); }
+
+bool known_to_self(Epoch e)
+{
+    return e == 0 || (e != kUnobserved && cta_of(e) == self->cta->number && member_of(e) == self->idx) || self->clock.knows(e);
+}
+
+void note_read(Reads &reads, Epoch e, uint32_t bytes)
+{
+    constexpr size_t kept = 40;
+    for (Reads::Read &r : reads.list)
+        if (r.by == e || ((r.bytes & ~bytes) == 0 && known_to_self(r.by))) {
+            r = {e, r.by == e ? r.bytes | bytes : bytes};
+            return;
+        }
+    if (reads.list.size() < kept)
+        reads.list.push_back({e, bytes});
+    else
+        reads.list[machine->random.below(kept)] = {e, bytes};
+}
+
+Epoch unknown_read(Reads &reads, uint32_t bytes)
+{
+    size_t left = 0;
+    for (Reads::Read &r : reads.list) {
+        if (r.bytes & bytes && !known_to_self(r.by))
+            return r.by;
+        r.bytes &= ~bytes;
+        if (r.bytes)
+            reads.list[left++] = r;
+    }
+    reads.list.resize(left);
+    return 0;
+}
+
+/* ---- flags ---- */
+
+void Flag::store(bool release, bool sys)
+{
+    clock.clear();
+    add(release, sys);
+}
+
+void Flag::add(bool release, bool sys)
+{
+    if (release)
+        release_into(clock);
+    else
+        clock.join(self->fenced);
+    device = self->cta->device->index;
+    system_scope = sys;
+}
+
+void Flag::load(bool acquire, bool sys) const
+{
+    if (device != self->cta->device->index && !(sys && system_scope))
+        return;  /* gpu scope orders nothing across GPUs */
+    if (acquire)
+        acquire_from(clock);
+    else
+        self->seen_relaxed.join(clock);
+}
+
+void fence_release_and_acquire()
+{
+    self->clock.join(self->seen_relaxed);
+    self->fenced.clear();
+    release_into(self->fenced);
+}
+
+} /* namespace emu */
