@@ -112,7 +112,10 @@ static bool is_legal(const check_settings *s, char *error, size_t size)
             return false;
         }
     }
-    return true;
+    /* Weights, three results and two references; per row of x and the like: ring, slots and both references. */
+    const mok_config *c = &s->cfg;
+    double weights = 3.0 * (double)c->hidden * (double)(c->num_experts * c->intermediate + c->shared_intermediate);
+    return shape_fits(24 * weights + 64.0 * (double)(s->tokens * c->topk) * (double)(c->hidden + c->intermediate), error, size);
 }
 
 static uint64_t fresh_seed(void)

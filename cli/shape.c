@@ -5,8 +5,10 @@
 #include <stdlib.h>
 #include <string.h>
 #include <strings.h>
+#include <unistd.h>
 
 #include "models.h"
+#include "term.h"
 
 /* ------------------------------------------------------------------------------------------------- mistyped names -- */
 
@@ -66,6 +68,15 @@ static bool load_model(const char *name, model_shape *m, char *error, size_t err
 
 /* ---------------------------------------------------------------------------------------------------------- shape -- */
 
+void shape_prefer_model(shape_options *s, const arg_option *options, size_t num_options)
+{
+    static const char *const names[] = {"hidden", "intermediate", "shared", "experts", "topk"};
+    int64_t *const values[] = {&s->hidden, &s->intermediate, &s->shared, &s->experts, &s->topk};
+    for (int i = 0; i < 5 && s->model; i++)
+        if (!args_given(options, num_options, names[i]))
+            *values[i] = -1;
+}
+
 static int64_t choose(int64_t given, int64_t from_model) { return given >= 0 ? given : from_model; }
 
 bool shape_resolve(const shape_options *s, mok_config *cfg, char name[64], const char **note, char *error, size_t error_size)
@@ -115,6 +126,16 @@ void shape_json(json_writer *w, const char *key, const char *name, const mok_con
     json_int(w, "topk", c->topk);
     json_double(w, "swiglu_limit", (double)c->swiglu_limit);
     json_end_object(w);
+}
+
+bool shape_fits(double bytes, char *error, size_t error_size)
+{
+    double have = (double)sysconf(_SC_PHYS_PAGES) * (double)sysconf(_SC_PAGESIZE);
+    if (have <= 0 || bytes < 0.8 * have)
+        return true;
+    snprintf(error, error_size, "this layer needs about %s, but the machine has %s: try fewer --experts or --tokens", term_bytes(bytes).text,
+             term_bytes(have).text);
+    return false;
 }
 
 /* -------------------------------------------------------------------------------------------------- small choices -- */

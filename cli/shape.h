@@ -29,6 +29,9 @@ typedef struct shape_options {
     ARG_DOUBLE("swiglu-limit", "L", &(s)->swiglu_limit, -1, 0, HUGE_VAL, "clamp gate and up before the activation, 0 for none")
 enum { SHAPE_NUM_OPTIONS = 7 };
 
+/* Where the table has defaults: a model's figures win over those that were not given. Between args_parse and shape_resolve. */
+void shape_prefer_model(shape_options *s, const arg_option *options, size_t num_options);
+
 /* Fills the shape fields of `cfg`, the rest 0, and a name to show ("custom shape" without a model); `note` (may be NULL) receives what
  * the model's table says about the shape, or NULL. False and one sentence. Whether the figures fit together is mok_plan_query's to say. */
 bool shape_resolve(const shape_options *s, mok_config *cfg, char name[64], const char **note, char *error, size_t error_size);
@@ -39,6 +42,9 @@ void shape_json(json_writer *w, const char *key, const char *name, const mok_con
 
 /* The name in the model table that a mistyped name most likely meant, or NULL. */
 const char *shape_closest_model(const char *name);
+
+/* Would `bytes` fit into this machine's memory? Asked before large data is made, as Linux kills where it should refuse. */
+bool shape_fits(double bytes, char *error, size_t error_size);
 
 /* "cpu", "cuda" or "auto". */
 bool shape_backend(const char *text, mok_backend_id *backend, char *error, size_t error_size);

@@ -1,0 +1,155 @@
+/* mok bench: the layer's passes, and the GEMM beside OpenBLAS in the same run. */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "args.h"
+#include "bench.h"
+#include "commands.h"
+#include "shape.h"
+#include "term.h"
+
+/* ------------------------------------------------------------------------------------------------ where it was measured -- */
+
+static void cut_line(char *text) { text[strcspn(text, "\n")] = '\0'; }
+
+static void find_device(char *text, size_t size)
+{
+    char line[512];
+    FILE *file = fopen("/proc/cpuinfo", "r");
+    snprintf(text, size, "unknown CPU");
+    while (file && fgets(line, sizeof line, file)) {
+        const char *value = strstr(line, ": ");
+        if (strncmp(line, "model name", 10) != 0 || !value)
+            continue;
+        snprintf(text, size, "%.120s", value + 2);
+        cut_line(text);
+        break;
+    }
+    if (file)
+        fclose(file);
+}
+
+/* The commit of the sources, if they and git are still there. */
+static void find_commit(char *text, size_t size)
+{
+    *text = '\0';
+    if (access(MOK_SOURCE_DIR "/.git", F_OK) != 0)
+        return;
+    FILE *pipe = popen("git -C '" MOK_SOURCE_DIR "' describe --always --dirty 2>/dev/null", "r");
+    if (pipe && !fgets(text, (int)size, pipe))
+        *text = '\0';
+    if (pipe)
+        pclose(pipe);
+    cut_line(text);
+}
+
+static void find_backend(char *text, size_t size)
+{
+    mok_backend_info b = MOK_INIT(mok_backend_info);
+    *text = '\0';
+    for (int32_t i = 0; mok_backend_query(i, &b) == MOK_OK; i++)
+        if (b.id == MOK_BACKEND_CPU)
+            snprintf(text, size, "%.479s", b.detail);
+}
+
+/* -------------------------------------------------------------------------------------------------------- command -- */
+
+/* What creation would refuse, and what cannot be measured here. */
+static bool is_legal(const bench_settings *s, char *error, size_t size)
+{
+    mok_config cfg = s->cfg;
+    mok_plan plan = MOK_INIT(mok_plan);
+    cfg.max_tokens = s->tokens;
+    cfg.save = s->save;
+    cfg.save_rows = s->save_rows;
+    if (mok_plan_query(&cfg, s->ranks, 0, 0, 0, 0, &plan, NULL, NULL) != MOK_OK) {
+        snprintf(error, size, "%s", mok_last_error());
+        return false;
+    }
+    if (s->ranks > cfg.num_experts) {
+        snprintf(error, size, "--ranks is %d, more than the %lld experts: every rank needs work here", s->ranks, (long long)cfg.num_experts);
+        return false;
+    }
+    double weights = 3.0 * (double)cfg.hidden * (double)(cfg.num_experts * cfg.intermediate + s->ranks * cfg.shared_intermediate);
+    return shape_fits(4 * weights + s->ranks * (double)(plan.heap_bytes + plan.local_bytes + plan.context_bytes), error, size);
+}
+
+static int measure(bench_report *r, bool json, char *error, size_t size)
+{
+    find_device(r->device, sizeof r->device);
+    find_commit(r->commit, sizeof r->commit);
+    find_backend(r->backend, sizeof r->backend);
+    /* The GEMM first: OpenBLAS wants to be opened before other threads start. */
+    if ((r->has_gemm && !bench_run_gemm(&r->settings.cfg, &r->gemm, error, size)) || (r->has_layer && !bench_run_layer(&r->settings, &r->layer, error, size))) {
+        fprintf(stderr, "mok bench: %s\n", error);
+        return 1;
+    }
+    if (json)
+        return bench_print_json(r) ? 0 : 1;
+    bench_print_text(r);
+    return 0;
+}
+
+static bool settle(bench_report *r, const shape_options *shape, const char *save, const char *backend, const char *only, char *error, size_t size)
+{
+    bench_settings *s = &r->settings;
+    if (!shape_backend(backend, &s->cfg.backend, error, size) || !shape_save(save, &s->save, &s->save_rows, error, size))
+        return false;
+    if (s->cfg.backend == MOK_BACKEND_CUDA) {
+        snprintf(error, size, "--backend cuda is not measured by this command yet: use cpu");
+        return false;
+    }
+    if (strcmp(only, "all") && strcmp(only, "layer") && strcmp(only, "gemm")) {
+        snprintf(error, size, "--only is \"%s\", but must be layer, gemm or all", only);
+        return false;
+    }
+    r->has_layer = strcmp(only, "gemm") != 0;
+    r->has_gemm = strcmp(only, "layer") != 0;
+    if (!shape_resolve(shape, &s->cfg, r->name, NULL, error, size))
+        return false;
+    s->cfg.backend = MOK_BACKEND_CPU;
+    return is_legal(s, error, size);
+}
+
+int command_bench(int argc, char **argv)
+{
+    static bench_report r;
+    shape_options shape;
+    int64_t ranks, threads;
+    const char *save, *backend, *only;
+    bool json;
+    char error[1024];
+    r = (bench_report){.name = ""};
+    arg_option options[] = {
+        SHAPE_MODEL_OPTION(&shape),
+        SHAPE_OPTIONS(&shape, 1024, 512, 512, 8, 2),
+        ARG_INT("ranks", "P", &ranks, 2, 1, 4096, "ranks, as threads of this process"),
+        ARG_INT("tokens", "T", &r.settings.tokens, 256, 1, 1 << 24, "tokens of each rank"),
+        ARG_INT("threads", "N", &threads, 0, 1, 1024, "threads of each rank; cores / ranks if not given"),
+        ARG_INT("repeat", "N", &r.settings.repeat, 20, 1, 100000, "measured passes, after one that is not"),
+        ARG_STRING("save", "WHAT", &save, "all", "gate/up rows kept for the backward: none, ring, all or a number"),
+        ARG_STRING("only", "PART", &only, "all", "layer, gemm or all"),
+        ARG_STRING("backend", "NAME", &backend, "auto", "auto or cpu"),
+        ARG_FLAG("json", &json, "print JSON"),
+    };
+    const size_t num_options = sizeof options / sizeof *options;
+    args_result parsed = args_parse(options, num_options, argc, argv, error, sizeof error);
+    int status = 0;
+    if (parsed == ARGS_HELP)
+        args_help(stdout, "mok bench", "Times of one layer's passes, and the rate of the GEMM beside OpenBLAS.", options, num_options);
+    if (parsed == ARGS_OK) {
+        r.settings.ranks = (int32_t)ranks;
+        r.settings.threads = (int32_t)threads;
+        shape_prefer_model(&shape, options, num_options);
+        if (settle(&r, &shape, save, backend, only, error, sizeof error))
+            status = measure(&r, json, error, sizeof error);
+        else
+            parsed = ARGS_ERROR;
+    }
+    if (parsed == ARGS_ERROR)
+        fprintf(stderr, "mok bench: %s\n", error);
+    args_free(options, num_options);
+    return parsed == ARGS_ERROR ? 2 : status;
+}
