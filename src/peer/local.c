@@ -93,19 +93,32 @@ static mok_status meet(mok_group *g, const void *send, size_t bytes, int64_t tim
     return status;
 }
 
+/* Under the lock. Sizes differ if ranks are in different calls, creating here and destroying there: the same verdict on all. */
+static mok_status collect(const mok_group *g, void *recv, size_t bytes, int64_t timeout_ms)
+{
+    const mk_rendezvous *v = g->local;
+    for (int32_t r = 0; r < v->size; r++) {
+        if (!v->sent[r].data) /* has left meanwhile, because the group is broken */
+            return fail_broken(g, v, timeout_ms, false);
+        if (v->sent[r].bytes != v->sent[0].bytes)
+            return mk_fail(MOK_E_MISMATCH, "ranks 0 and %d of this group create and destroy workspaces in different orders", r);
+    }
+    for (int32_t r = 0; r < v->size; r++)
+        memcpy((char *)recv + (size_t)r * bytes, v->sent[r].data, bytes);
+    return MOK_OK;
+}
+
 static mok_status local_all_gather(mok_group *g, const void *send, void *recv, size_t bytes, int64_t timeout_ms)
 {
     mk_rendezvous *v = g->local;
-    mok_status verdict = MOK_OK;
-    MK_TRY(meet(g, send, bytes, timeout_ms));
-    /* Sizes differ if ranks are in different calls, creating here and destroying there: the same verdict on all. */
-    for (int32_t r = 1; r < v->size && verdict == MOK_OK; r++)
-        if (v->sent[r].bytes != v->sent[0].bytes)
-            verdict = mk_fail(MOK_E_MISMATCH, "ranks 0 and %d of this group create and destroy workspaces in different orders", r);
-    for (int32_t r = 0; r < v->size && verdict == MOK_OK; r++)
-        memcpy((char *)recv + (size_t)r * bytes, v->sent[r].data, bytes);
+    mok_status status = meet(g, send, bytes, timeout_ms), verdict = MOK_OK;
+    pthread_mutex_lock(&v->lock);
+    if (status == MOK_OK)
+        verdict = collect(g, recv, bytes, timeout_ms);
+    pthread_mutex_unlock(&v->lock);
     /* Nobody may leave, or clear its place, before all have read. */
-    mok_status status = meet(g, send, bytes, timeout_ms);
+    if (status == MOK_OK)
+        status = meet(g, send, bytes, timeout_ms);
     pthread_mutex_lock(&v->lock);
     v->sent[g->rank] = (mk_message){NULL, 0};
     pthread_mutex_unlock(&v->lock);

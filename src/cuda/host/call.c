@@ -191,11 +191,36 @@ static mok_status launch_steps(cuda_call *c, const mok_forward_args *a, bool dow
     return MOK_OK;
 }
 
+static mok_status launch_fused(cuda_call *c, const mok_forward_args *a)
+{
+    const mk_cuda_gemm *g = c->s->gemm;
+    const mk_dims *d = &c->w->dims;
+    mk_forward_params p = {.rank = c->s->rank, .schedule = (void *)(uintptr_t)a->schedule, .context = a->context, .num_tokens = a->num_tokens};
+    if (d->capacity_tiles) {
+        p.ring_x = g[MK_GEMM_GATE_UP].a;
+        p.gate = g[MK_GEMM_GATE_UP].b_low;
+        p.up = g[MK_GEMM_GATE_UP].b_high;
+        p.ring_h = g[MK_GEMM_DOWN].a;
+        p.down = g[MK_GEMM_DOWN].b_low;
+    }
+    if (d->shared_intermediate && a->num_tokens) {
+        p.shared_x = g[MK_GEMM_SHARED_GATE_UP].a;
+        p.shared_gate = g[MK_GEMM_SHARED_GATE_UP].b_low;
+        p.shared_up = g[MK_GEMM_SHARED_GATE_UP].b_high;
+        p.shared_h = g[MK_GEMM_SHARED_DOWN].a;
+        p.shared_down = g[MK_GEMM_SHARED_DOWN].b_low;
+    }
+    int64_t clusters = mk_max(c->s->device->kernels.max_clusters[MK_CUDA_mok_forward_fused] - c->s->reserve_clusters, 1);
+    return launch(c, MK_CUDA_mok_forward_fused, clusters * mk_cuda_kernel_shapes[MK_CUDA_mok_forward_fused].cluster, &p, 0);
+}
+
 static mok_status launch_stages(cuda_call *c, const mok_forward_args *a, bool forward)
 {
     const mk_dims *d = &c->w->dims;
     if (!forward && !d->saved_tiles) /* a context without rows */
         return MOK_OK;
+    if (forward && c->s->fused)
+        return launch_fused(c, a);
     if (d->shared_intermediate && a->num_tokens)
         MK_TRY(launch_shared(c, a, forward));
     return launch_steps(c, a, forward);

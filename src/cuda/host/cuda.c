@@ -147,6 +147,8 @@ static mok_status open_state(mok_workspace *w)
     s->arrivals = s->meets_on_host ? calloc((size_t)w->dims.num_ranks, sizeof *s->arrivals) : NULL;
     if (s->meets_on_host && !s->arrivals)
         MK_TRY_GOTO(mk_fail(MOK_E_MEMORY, "no memory for the meetings of rank %d", w->dims.rank), fail);
+    const char *forward = getenv("MOK_FORWARD");
+    s->fused = forward && !strcmp(forward, "fused");
     mk_cuda_choose_tiles(w, getenv("MOK_TILE"));
     MK_TRY_GOTO(mk_cuda_enter(s->device), fail);
     status = open_entered(w);

@@ -21,6 +21,7 @@
     X(mok_s2_gate_up_narrow, 384, MK_GEMM_SHARED_NARROW, 2) \
     X(mok_s4_down_wide, 384, MK_GEMM_SHARED_WIDE, 2)      \
     X(mok_s4_down_narrow, 384, MK_GEMM_SHARED_NARROW, 2)  \
+    X(mok_forward_fused, 384, MK_FORWARD_SHARED, 2)       \
     X(mok_s5_combine, 256, MK_SMALL_SHARED, 1)
 
 typedef enum mk_cuda_kernel {

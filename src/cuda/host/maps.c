@@ -24,7 +24,7 @@ void mk_cuda_choose_tiles(mok_workspace *w, const char *wish)
         g->narrow = depth <= NARROW_UP_TO;
         if (wish && !strcmp(wish, "wide"))
             g->narrow = false;
-        if (wish && !strcmp(wish, "narrow"))
+        if (s->fused || (wish && !strcmp(wish, "narrow")))
             g->narrow = true;
         if (gate_up)
             g->kernel = g->narrow ? MK_CUDA_mok_s2_gate_up_narrow : MK_CUDA_mok_s2_gate_up_wide;

@@ -50,6 +50,7 @@ typedef struct mk_cuda_state {
     bool called, captured;           /* there was such a call; there was a captured one */
     bool clear_fault;                /* the device's copy of a record that the host has taken is still to be cleared */
     int32_t reserve_clusters;
+    bool fused;                      /* one launch instead of one per stage and minibatch */
     /* Ranks that share a GPU: */
     bool meets_on_host;
     mk_cu_event meeting[2];          /* by parity of the barrier */
@@ -59,6 +60,7 @@ typedef struct mk_cuda_state {
 } mk_cuda_state;
 
 /* maps.c */
+/* wish: "wide", "narrow" or NULL. A fused forward has the narrow tile whatever the wish. */
 void mk_cuda_choose_tiles(mok_workspace *w, const char *wish);
 mok_status mk_cuda_encode_gemm(mok_workspace *w, mk_gemm_id id, const mok_weights *weights, int64_t num_tokens);
 
