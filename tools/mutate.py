@@ -144,20 +144,20 @@ def compile_tests(build, tree):
             sys.exit(f"the mutants of test_{name} do not compile")
 
 
-def killed_by(build, n, seeds, first_seed):
-    """The test that notices mutant n, or None; and whether any test reached it."""
+def killed_by(build, n, tests, seeds, first_seed, known=()):
+    """The case that notices mutant n, or None (failures in `known` do not count); and whether any test reached it."""
     reached = False
     for seed in range(first_seed, first_seed + seeds):
-        for name in TESTS:
+        for name in tests:
             env = dict(os.environ, MOK_MUTANT=str(n), MOK_TEST_SEED=str(seed), MOK_TEST_SEEDS="1")
             process = subprocess.Popen([os.path.join(build, "mutants", "test_" + name)], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
             for line in process.stdout:
                 reached |= "mutant reached" in line
-                if line.startswith("FAIL"):
+                if line.startswith("FAIL") and line.split()[1] not in known:
                     process.kill()
                     process.wait()
                     return f"{name}: {line.split()[1]}", True
-            if process.wait() != 0:
+            if process.wait() not in (0, 1):
                 return f"{name}: died ({process.returncode})", True
     return None, reached
 
@@ -197,9 +197,10 @@ def main():
     build = os.path.abspath(args.build)
     compile_tests(build, write_tree(build, edits))
     explained = read_survivors()
-    test, _ = killed_by(build, -2, 1, args.seed)
-    if test:
-        sys.exit(f"the tests fail without any mutant ({test})")
+    known = set()
+    while (test := killed_by(build, -2, TESTS, 1, args.seed, known)[0]) is not None:
+        print(f"fails without any mutant, so it cannot judge: {test}", flush=True)
+        known.add(test.split()[1])
     deadline = time.time() + args.minutes * 60
     counts = {"passed": 0, "failed": 0, "skipped": 0}
     print(f"{len(numbers)} of {len(mutants)} mutants, {args.seeds} seeds from {args.seed} on", flush=True)
@@ -209,7 +210,8 @@ def main():
         where = f"{file}:{line}: {what}"
         if time.time() > deadline:
             return "skipped", f"SKIP {where}: out of time"
-        test, reached = killed_by(build, n, args.seeds, args.seed)
+        tests = [t for t in TESTS if t != "gemm" or file.startswith("gemm/")]  # the core's own test does not run the stages
+        test, reached = killed_by(build, n, tests, args.seeds, args.seed, known)
         reason = explained.get((file, what))
         if test:
             return "passed", f"PASS {where}  [{test}]"

@@ -43,6 +43,7 @@ struct Mbarrier {
     Thread *init_by = nullptr;
     bool published = false;      /* the initialising thread has fenced */
     uint32_t member = 0;         /* in epochs */
+    Epoch init_epoch = 0;
     Clock arriving, completed;   /* of the current phase's arrivals, of the last phase */
     WaitList waiters;
 };

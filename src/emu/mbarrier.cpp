@@ -16,6 +16,8 @@ Mbarrier &mbarrier_at(const Place &place, const char *what)
     Mbarrier &bar = place.cta->mbarriers[(size_t)index];
     if (!bar.published && bar.init_by != self)
         fail("%s: the thread that initialised the mbarrier at shared offset %u has not published it with fence_mbar_init", what, place.offset);
+    if (!known_to_self(bar.init_epoch))
+        fail("%s: not ordered after the initialisation of the mbarrier at shared offset %u of block %u", what, place.offset, place.cta->block);
     return bar;
 }
 
@@ -108,6 +110,7 @@ void mbar_init(uint32_t address, uint32_t count)
     bar.address = place.offset;
     bar.count = bar.pending = count;
     bar.init_by = self;
+    bar.init_epoch = self->now();
     bar.cta = self->cta;
     bar.member = kMemberMbarrier + (uint32_t)self->cta->mbarriers.size() - 1;
 }

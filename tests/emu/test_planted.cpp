@@ -138,6 +138,19 @@ TEST(more_bytes_expected_than_sent)
 {
     expect_report("still expects 64 bytes", threads(1), [](Memory &) { mbar_arrive_expect_tx_release_cta(init_bar(), 64); });
 }
+TEST(mbarrier_used_before_a_barrier_after_its_initialisation)
+{
+    expect_report("not ordered after the initialisation", threads(64), [](Memory &) {
+        if (thread_idx() == 0) {
+            init_bar(0, 2);
+        } else if (thread_idx() == 32) {
+            for (int i = 0; i < 3000; i++)
+                sleep_ns(10);
+        }
+        if (lane_idx() == 0)
+            mbar_arrive_release_cta(smem_addr(shared()));
+    });
+}
 TEST(thread_two_phases_behind)
 {
     expect_report("parity 0; 2 phases completed", threads(64), [](Memory &) {
