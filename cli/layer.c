@@ -160,6 +160,14 @@ void layer_result_free(layer_result *r)
 }
 
 /* --- ranks ----------------------------------------------------------------------------------------------------------- */
+/* A host array and its copy in the backend's memory. */
+typedef struct layer_copy {
+    void *host, *there;
+    int64_t bytes;
+    bool comes_back;
+} layer_copy;
+enum { MAX_COPIES = 48 };
+
 typedef struct rank_job {
     const layer_problem *problem;
     const layer_options *options;
@@ -168,6 +176,11 @@ typedef struct rank_job {
     int32_t rank;
     int64_t first_token, num_tokens, max_tokens;
     int64_t first_expert, num_experts;
+    mok_workspace *w;
+    bool on_device;    /* the backend does not address host memory */
+    layer_copy copies[MAX_COPIES];
+    int num_copies;
+    mok_status copy_status; /* the first copy that failed */
     void *schedule, *context;
     void **tables[12]; /* pointer tables of weights and gradients */
     mok_status status;
@@ -181,6 +194,67 @@ static double seconds(void)
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
+#define TRY(call)                       \
+    do {                                \
+        mok_status try_status = (call); \
+        if (try_status != MOK_OK)       \
+            return try_status;          \
+    } while (0)
+
+/* --- memory of the backend -------------------------------------------------------------------------------------------- */
+/* Where the backend finds `host`: there, or in a copy, made at the first call with it. A failure is kept in copy_status. */
+static void *place(rank_job *job, const void *host, int64_t bytes, bool comes_back)
+{
+    void *there = NULL;
+    if (!job->on_device || !host)
+        return (void *)(uintptr_t)host;
+    for (int i = 0; i < job->num_copies; i++)
+        if (job->copies[i].host == host)
+            return job->copies[i].there;
+    mok_status status = job->num_copies < MAX_COPIES ? mok_memory_alloc(job->w, (size_t)(bytes ? bytes : 1), &there) : MOK_E_BUG;
+    if (status == MOK_OK) {
+        job->copies[job->num_copies++] = (layer_copy){(void *)(uintptr_t)host, there, bytes, comes_back};
+        if (bytes)
+            status = mok_memory_copy(job->w, there, host, (size_t)bytes);
+    }
+    if (job->copy_status == MOK_OK)
+        job->copy_status = status;
+    return there;
+}
+
+static void *input(rank_job *job, const void *host, int64_t bytes) { return place(job, host, bytes, false); }
+static void *result(rank_job *job, void *host, int64_t bytes) { return place(job, host, bytes, true); }
+
+static mok_status bring_back(rank_job *job)
+{
+    for (int i = 0; i < job->num_copies; i++)
+        if (job->copies[i].comes_back && job->copies[i].bytes)
+            TRY(mok_memory_copy(job->w, job->copies[i].host, job->copies[i].there, (size_t)job->copies[i].bytes));
+    return MOK_OK;
+}
+
+static mok_status alloc_poisoned(mok_workspace *w, int64_t bytes, void **memory)
+{
+    enum { CHUNK = 1 << 20 };
+    char *poison = malloc(CHUNK);
+    mok_status status = poison ? mok_memory_alloc(w, (size_t)bytes, memory) : MOK_E_MEMORY;
+    if (poison)
+        memset(poison, 0xff, CHUNK);
+    for (int64_t at = 0; at < bytes && status == MOK_OK; at += CHUNK)
+        status = mok_memory_copy(w, (char *)*memory + at, poison, bytes - at < CHUNK ? (size_t)(bytes - at) : CHUNK);
+    free(poison);
+    return status;
+}
+
+static void free_memory(rank_job *job)
+{
+    for (int i = 0; i < job->num_copies; i++)
+        mok_memory_free(job->w, job->copies[i].there);
+    mok_memory_free(job->w, job->schedule);
+    mok_memory_free(job->w, job->context);
+}
+
+/* --- arguments -------------------------------------------------------------------------------------------------------- */
 /* `base` + this rank's experts, as one pointer or as a table of pointers. */
 static void *from_expert(const rank_job *job, const void *base, int64_t element)
 {
@@ -197,9 +271,14 @@ static void **expert_table(rank_job *job, int slot, void *base, int64_t element)
     return table;
 }
 
+static int64_t routed_bytes(const rank_job *job, int64_t element)
+{
+    return job->num_experts * job->problem->cfg.intermediate * job->problem->cfg.hidden * element;
+}
+
 static mok_weight routed_weight(rank_job *job, int slot, const uint16_t *base)
 {
-    void *mine = from_expert(job, base, 2);
+    void *mine = input(job, from_expert(job, base, 2), routed_bytes(job, 2));
     if (!job->options->experts_by_pointer)
         return (mok_weight){.packed = mine};
     return (mok_weight){.experts = (const void *const *)expert_table(job, slot, mine, 2)};
@@ -207,7 +286,7 @@ static mok_weight routed_weight(rank_job *job, int slot, const uint16_t *base)
 
 static mok_grad routed_grad(rank_job *job, int slot, void *base)
 {
-    void *mine = from_expert(job, base, job->result->grad_bytes);
+    void *mine = result(job, from_expert(job, base, job->result->grad_bytes), routed_bytes(job, job->result->grad_bytes));
     mok_grad g = {.dtype = job->options->grad_dtype, .accumulate = job->options->accumulate};
     if (job->options->experts_by_pointer)
         g.experts = expert_table(job, slot, mine, job->result->grad_bytes);
@@ -216,18 +295,21 @@ static mok_grad routed_grad(rank_job *job, int slot, void *base)
     return g;
 }
 
-static mok_grad shared_grad(const rank_job *job, void *base, int64_t elements)
+static mok_grad shared_grad(rank_job *job, void *base, int64_t elements)
 {
-    return (mok_grad){.packed = elements ? (char *)base + job->rank * elements * job->result->grad_bytes : NULL,
+    int64_t bytes = elements * job->result->grad_bytes;
+    return (mok_grad){.packed = elements ? result(job, (char *)base + job->rank * bytes, bytes) : NULL,
                       .dtype = job->options->grad_dtype, .accumulate = job->options->accumulate};
 }
 
 static mok_weights weights_of(rank_job *job)
 {
     const layer_problem *p = job->problem;
+    int64_t shared = p->cfg.shared_intermediate * p->cfg.hidden * 2;
     return (mok_weights){.gate = routed_weight(job, 0, p->gate), .up = routed_weight(job, 1, p->up), .down = routed_weight(job, 2, p->down),
-                         .shared_gate = {.packed = p->shared_gate}, .shared_up = {.packed = p->shared_up}, .shared_down = {.packed = p->shared_down},
-                         .shared_output_gate = p->shared_output_gate};
+                         .shared_gate = {.packed = input(job, p->shared_gate, shared)}, .shared_up = {.packed = input(job, p->shared_up, shared)},
+                         .shared_down = {.packed = input(job, p->shared_down, shared)},
+                         .shared_output_gate = input(job, p->shared_output_gate, p->cfg.hidden * 2)};
 }
 
 static mok_grads grads_of(rank_job *job)
@@ -241,35 +323,60 @@ static mok_grads grads_of(rank_job *job)
                        .shared_output_gate = shared_grad(job, r->dshared_output_gate, c->shared_gate ? c->hidden : 0)};
 }
 
-#define TRY(call)                       \
-    do {                                \
-        mok_status try_status = (call); \
-        if (try_status != MOK_OK)       \
-            return try_status;          \
-    } while (0)
-
-static mok_status run_backward(rank_job *job, mok_workspace *w, const mok_weights *weights)
+static mok_schedule_args schedule_args(rank_job *job)
 {
     const layer_problem *p = job->problem;
-    int64_t hidden = p->cfg.hidden, topk = p->cfg.topk, t = job->first_token;
+    int64_t topk = p->cfg.topk;
+    mok_schedule_args s = MOK_INIT(mok_schedule_args);
+    s.num_tokens = job->num_tokens;
+    s.expert_ids = input(job, p->expert_ids + job->first_token * topk, job->num_tokens * topk * 4);
+    s.schedule = job->schedule;
+    s.tokens_per_expert_global = job->rank == 0 ? result(job, job->result->tokens_per_expert, p->cfg.num_experts * 8) : NULL;
+    return s;
+}
+
+static mok_forward_args forward_args(rank_job *job)
+{
+    const layer_problem *p = job->problem;
+    int64_t hidden = p->cfg.hidden, topk = p->cfg.topk, t = job->first_token, n = job->num_tokens;
+    mok_forward_args f = MOK_INIT(mok_forward_args);
+    f.num_tokens = n;
+    f.schedule = job->schedule;
+    f.x = input(job, p->x + t * hidden, n * hidden * 2);
+    f.router_weights = input(job, p->router_weights + t * topk, n * topk * 4);
+    f.weights = weights_of(job);
+    f.context = job->options->forward_only || job->options->recompute ? NULL : job->context;
+    f.out = result(job, job->result->out + t * hidden, n * hidden * 2);
+    return f;
+}
+
+static mok_backward_args backward_args(rank_job *job, const mok_forward_args *f)
+{
+    const layer_problem *p = job->problem;
+    int64_t hidden = p->cfg.hidden, topk = p->cfg.topk, t = job->first_token, n = job->num_tokens;
     mok_backward_args b = MOK_INIT(mok_backward_args);
-    b.num_tokens = job->num_tokens;
+    b.num_tokens = n;
     b.schedule = job->schedule;
     b.context = job->context;
-    b.dout = p->dout + t * hidden;
-    b.x = p->x + t * hidden;
-    b.router_weights = p->router_weights + t * topk;
-    b.weights = *weights;
-    b.dx = job->result->dx + t * hidden;
-    b.drouter_weights = job->result->drouter_weights + t * topk;
+    b.dout = input(job, p->dout + t * hidden, n * hidden * 2);
+    b.x = f->x;
+    b.router_weights = f->router_weights;
+    b.weights = f->weights;
+    b.dx = result(job, job->result->dx + t * hidden, n * hidden * 2);
+    b.drouter_weights = result(job, job->result->drouter_weights + t * topk, n * topk * 4);
     b.grads = grads_of(job);
+    return b;
+}
+
+static mok_status run_backward(const rank_job *job, mok_workspace *w, mok_backward_args *b)
+{
     if (!job->options->two_call_backward)
-        return mok_backward(w, &b, NULL);
-    b.parts = MOK_BACKWARD_DATA;
-    TRY(mok_backward(w, &b, NULL));
-    b.parts = MOK_BACKWARD_WEIGHTS;
-    b.dx = b.drouter_weights = NULL;
-    return mok_backward(w, &b, NULL);
+        return mok_backward(w, b, NULL);
+    b->parts = MOK_BACKWARD_DATA;
+    TRY(mok_backward(w, b, NULL));
+    b->parts = MOK_BACKWARD_WEIGHTS;
+    b->dx = b->drouter_weights = NULL;
+    return mok_backward(w, b, NULL);
 }
 
 static void free_tables(rank_job *job)
@@ -282,29 +389,17 @@ static void free_tables(rank_job *job)
 
 static mok_status run_pass(rank_job *job, mok_workspace *w)
 {
-    const layer_problem *p = job->problem;
     const layer_options *o = job->options;
     layer_result *r = job->result;
-    int64_t hidden = p->cfg.hidden, topk = p->cfg.topk, t = job->first_token;
+    /* Copies to the device are made here, outside the measured times. */
+    mok_schedule_args s = schedule_args(job);
+    mok_forward_args f = forward_args(job);
+    mok_backward_args b = o->forward_only ? (mok_backward_args)MOK_INIT(mok_backward_args) : backward_args(job, &f);
+    TRY(job->copy_status);
     double start = seconds();
-    mok_schedule_args s = MOK_INIT(mok_schedule_args);
-    s.num_tokens = job->num_tokens;
-    s.expert_ids = p->expert_ids + t * topk;
-    s.schedule = job->schedule;
-    s.tokens_per_expert_global = job->rank == 0 ? r->tokens_per_expert : NULL;
     TRY(mok_schedule(w, &s, NULL));
     TRY(mok_wait(w));
     double scheduled = seconds();
-
-    mok_weights weights = weights_of(job);
-    mok_forward_args f = MOK_INIT(mok_forward_args);
-    f.num_tokens = job->num_tokens;
-    f.schedule = job->schedule;
-    f.x = p->x + t * hidden;
-    f.router_weights = p->router_weights + t * topk;
-    f.weights = weights;
-    f.context = o->forward_only || o->recompute ? NULL : job->context;
-    f.out = r->out + t * hidden;
     TRY(mok_forward(w, &f, NULL));
     TRY(mok_wait(w));
     double forwarded = seconds();
@@ -313,7 +408,7 @@ static mok_status run_pass(rank_job *job, mok_workspace *w)
         TRY(mok_recompute(w, &f, NULL));
     }
     if (!o->forward_only)
-        TRY(run_backward(job, w, &weights));
+        TRY(run_backward(job, w, &b));
     TRY(mok_wait(w));
     if (job->rank == 0) {
         r->seconds_schedule = scheduled - start;
@@ -327,11 +422,13 @@ static mok_status run_workspace(rank_job *job, mok_workspace *w)
 {
     const layer_options *o = job->options;
     mok_plan plan = MOK_INIT(mok_plan);
+    mok_config resolved = MOK_INIT(mok_config);
     TRY(mok_workspace_plan(w, &plan));
-    if (posix_memalign(&job->schedule, 256, (size_t)plan.schedule_bytes) || posix_memalign(&job->context, 256, (size_t)plan.context_bytes))
-        return MOK_E_MEMORY;
-    memset(job->schedule, 0xff, (size_t)plan.schedule_bytes);
-    memset(job->context, 0xff, (size_t)plan.context_bytes);
+    TRY(mok_workspace_config(w, &resolved));
+    job->w = w;
+    job->on_device = resolved.backend == MOK_BACKEND_CUDA;
+    TRY(alloc_poisoned(w, plan.schedule_bytes, &job->schedule));
+    TRY(alloc_poisoned(w, plan.context_bytes, &job->context));
     for (int64_t i = 0; i < (o->repeat ? o->repeat : 1); i++) {
         if (o->before_pass)
             o->before_pass(w, o->user);
@@ -339,12 +436,11 @@ static mok_status run_workspace(rank_job *job, mok_workspace *w)
         free_tables(job);
         TRY(status);
     }
+    TRY(bring_back(job));
     job->result->stats[job->rank] = MOK_INIT(mok_stats);
     job->result->info[job->rank] = MOK_INIT(mok_schedule_info);
-    if (job->rank == 0) {
-        job->result->config = MOK_INIT(mok_config);
-        TRY(mok_workspace_config(w, &job->result->config));
-    }
+    if (job->rank == 0)
+        job->result->config = resolved;
     TRY(mok_get_stats(w, &job->result->stats[job->rank]));
     return mok_schedule_query(w, job->schedule, &job->result->info[job->rank]);
 }
@@ -373,9 +469,9 @@ static void *rank_main(void *argument)
         job->status = run_workspace(job, w);
     if (job->status != MOK_OK)
         snprintf(job->error, sizeof job->error, "%s", mok_last_error());
+    if (w)
+        free_memory(job);
     mok_workspace_destroy(w);
-    free(job->schedule);
-    free(job->context);
     return NULL;
 }
 
@@ -405,7 +501,7 @@ mok_status layer_run(const layer_problem *p, const layer_options *o, layer_resul
 {
     mok_group **groups = o->ranks > 0 ? calloc((size_t)o->ranks, sizeof(mok_group *)) : NULL;
     rank_job *jobs = o->ranks > 0 ? calloc((size_t)o->ranks, sizeof *jobs) : NULL;
-    mok_status status = mok_group_create_local(o->ranks, NULL, groups);
+    mok_status status = mok_group_create_local(o->ranks, o->devices, groups);
     snprintf(error, 512, "%s", status == MOK_OK ? "" : mok_last_error());
     int64_t first = 0, most = 1;
     for (int32_t r = 0; r < o->ranks && status == MOK_OK; r++) {

@@ -1,5 +1,6 @@
 /* One MoE layer on made-up data, run over P ranks as threads through the public header: what `mok check`, `mok bench` and the tests
- * share. Inputs and results are those of the whole batch, in rank order, so that results for different P can be compared
+ * share. Everything lies in host memory; for a backend on devices it is copied there before, and results are copied back after, outside
+ * the measured times. Inputs and results are those of the whole batch, in rank order, so that results for different P can be compared
  * byte by byte. */
 #ifndef MOK_CLI_LAYER_H
 #define MOK_CLI_LAYER_H
@@ -33,6 +34,7 @@ typedef struct layer_options {
     mok_save save;
     int32_t cpu_threads;
     mok_backend_id backend;
+    const int32_t *devices;        /* [ranks] CUDA device numbers, equal ones for virtual ranks; NULL: the cpu backend */
     bool forward_only, recompute, two_call_backward; /* recompute: the context of the forward is thrown away first */
     bool experts_by_pointer;       /* weights and gradients through pointer tables */
     mok_dtype grad_dtype;
