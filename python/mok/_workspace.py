@@ -1,0 +1,298 @@
+"""Workspaces: a layer's shape and group, with the memory that its passes need, and the passes themselves on tensors.
+
+Nothing here knows autograd. A pass allocates its outputs with torch's allocator, fills the argument struct of mok.h and calls the library on
+the current stream. It never synchronises.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from ctypes import byref, c_void_p
+from typing import Sequence
+
+import torch
+
+from . import _library as lib
+from ._group import Group
+
+ALIGNMENT = 256  # of schedule and context memory
+ROW_ALIGNMENT = 16  # of everything a GPU moves in bulk
+
+Weight = "torch.Tensor | Sequence[torch.Tensor] | None"
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """All that must be equal on the ranks of a layer, and the few things that may differ. See mok_config in mok.h."""
+
+    hidden: int
+    intermediate: int
+    num_experts: int
+    topk: int
+    max_tokens: int
+    shared_intermediate: int = 0
+    shared_gate: bool = False
+    swiglu_limit: float = 0.0
+    router_dtype: torch.dtype = torch.float32
+    gate_up: str = "separate"
+    weight_layout: str = "nk"
+    dtype: str = "bf16"
+    save: str | int = "auto"
+    ring_rows: int = 0
+    minibatch_rows: int = 0
+    minibatch_rows_bwd: int = 0
+    comm_sms: int = 0
+    comm_sms_bwd: int = 0
+    reserve_sms: int = 0
+    cpu_threads: int = 0
+
+    def config(self, device_type: str, timeout: float) -> lib.Config:
+        c = lib.Config()
+        for name in ("hidden", "intermediate", "num_experts", "topk", "max_tokens", "shared_intermediate", "ring_rows", "minibatch_rows", "minibatch_rows_bwd",
+                     "comm_sms", "comm_sms_bwd", "reserve_sms", "cpu_threads"):
+            setattr(c, name, whole_number(name, getattr(self, name)))
+        c.shared_gate = bool(self.shared_gate)
+        c.swiglu_limit = self.swiglu_limit or 0.0
+        c.router_dtype = choice("router_dtype", self.router_dtype, {torch.float32: lib.FP32, torch.bfloat16: lib.BF16})
+        c.dtype = choice("dtype", self.dtype, {"bf16": lib.BF16, torch.bfloat16: lib.BF16, "mxfp8": lib.MXFP8})
+        c.gate_up = choice("gate_up", self.gate_up, lib.GATE_UP)
+        c.weight_layout = choice("weight_layout", self.weight_layout, lib.WEIGHT_LAYOUT)
+        if isinstance(self.save, str):
+            c.save = choice("save", self.save, lib.SAVE)
+        else:
+            c.save, c.save_rows = lib.SAVE_ROWS, whole_number("save", self.save)
+        c.backend = choice("device", device_type, lib.BACKEND)
+        c.timeout_ms = max(1, int(timeout * 1000))
+        return c
+
+
+def whole_number(name: str, value) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} is {value!r}: it must be a whole number")
+    return value.__index__()
+
+
+def choice(name: str, value, choices: dict) -> int:
+    if value not in choices:
+        raise ValueError(f"{name} is {value!r}: it must be one of {', '.join(str(c) for c in choices)}")
+    return choices[value]
+
+
+def allocate(num_bytes: int, device: torch.device) -> torch.Tensor:
+    """Bytes at a multiple of ALIGNMENT. torch's GPU allocator gives that; on the CPU numpy's memory is cut to it, so that the tensor starts its storage."""
+    if device.type == "cuda":
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    import numpy
+
+    memory = numpy.empty(num_bytes + ALIGNMENT, dtype=numpy.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return torch.from_numpy(memory[start : start + num_bytes])
+
+
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, or a copy where it must be (a schedule or context that was moved off and back by somebody else's allocator)."""
+    if tensor.data_ptr() % ALIGNMENT == 0:
+        return tensor
+    copy = allocate(tensor.numel(), tensor.device)
+    copy.copy_(tensor)
+    return copy
+
+
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """As the library reads it: row-major without gaps, and aligned for bulk copies."""
+    tensor = tensor.contiguous()
+    return tensor if tensor.data_ptr() % ROW_ALIGNMENT == 0 else tensor.clone()
+
+
+@dataclasses.dataclass
+class LayerWeights:
+    """The weights of this rank. A routed weight is one tensor [El, rows, cols] or a sequence of El tensors [rows, cols]; shapes are in mok.h."""
+
+    gate: Weight = None
+    up: Weight = None
+    down: Weight = None
+    shared_gate: torch.Tensor | None = None
+    shared_up: torch.Tensor | None = None
+    shared_down: torch.Tensor | None = None
+    shared_output_gate: torch.Tensor | None = None
+
+
+@dataclasses.dataclass
+class LayerGrads:
+    """Where weight gradients go, as LayerWeights; None (also for a single expert) means not wanted. bf16 or fp32."""
+
+    gate: Weight = None
+    up: Weight = None
+    down: Weight = None
+    shared_gate: torch.Tensor | None = None
+    shared_up: torch.Tensor | None = None
+    shared_down: torch.Tensor | None = None
+    shared_output_gate: torch.Tensor | None = None
+    accumulate: frozenset = frozenset()  # names of those that are added to
+
+
+class Workspace:
+    """One mok_workspace. Creating it is collective over the group and blocks; so is closing it."""
+
+    def __init__(self, shape: Shape, group: Group):
+        library = lib.library()
+        self.shape, self.group, self.device = shape, group, group.device
+        handle, self.config, self.plan = c_void_p(), lib.Config(), lib.Plan()
+        config = shape.config(self.device.type, group.timeout)
+        refuse_capture(self.device)
+        with on_device(self.device):
+            group.check(library.mok_workspace_create(group.handle, byref(config), byref(handle)))
+        self.handle = handle
+        lib.check(library.mok_workspace_config(handle, byref(self.config)))
+        lib.check(library.mok_workspace_plan(handle, byref(self.plan)))
+        self.first_expert, self.num_experts = self.plan.experts_first, self.plan.experts_count
+        self._tables: dict = {}
+        # Without other ranks nobody needs to be met: it goes with the object. With other ranks only close() may end it, as
+        # garbage collection comes at a different time on each rank.
+        self._finalizer = weakref.finalize(self, library.mok_workspace_destroy, handle) if group.size == 1 else None
+        if self._finalizer:
+            self._finalizer.atexit = False
+
+    def __repr__(self):
+        return f"mok.Workspace({self.shape}, {self.group})"
+
+    def close(self) -> None:
+        """Collective. What it holds is given back; tensors made with it can no longer be used."""
+        if self.handle:
+            handle, self.handle = self.handle, None
+            if self._finalizer:
+                self._finalizer.detach()
+            lib.library().mok_workspace_destroy(handle)
+
+    # --- passes ---------------------------------------------------------------------------------------------------------
+    def stream(self) -> int | None:
+        return torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else None
+
+    def schedule(self, expert_ids: torch.Tensor, layer: int = 0, counts: bool = False) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """expert_ids [T, K] int32 -> the routing; with `counts` also routes per expert [E] int64, of this rank's tokens and of all ranks'."""
+        memory = allocate(self.plan.schedule_bytes, self.device)
+        local = everywhere = None
+        args = lib.ScheduleArgs(layer=layer, num_tokens=expert_ids.shape[0], expert_ids=expert_ids.data_ptr(), schedule=memory.data_ptr())
+        if counts:
+            local, everywhere = torch.empty(2, self.shape.num_experts, dtype=torch.int64, device=self.device)
+            args.tokens_per_expert_local, args.tokens_per_expert_global = local.data_ptr(), everywhere.data_ptr()
+        lib.check(lib.library().mok_schedule(self.handle, byref(args), self.stream()))
+        return memory, local, everywhere
+
+    def _forward_args(self, schedule, x, router_weights, weights: LayerWeights, layer: int):
+        args = lib.ForwardArgs(layer=layer, num_tokens=x.shape[0], schedule=schedule.data_ptr(), x=x.data_ptr())
+        args.router_weights = router_weights.data_ptr() if router_weights is not None else None
+        return args, self._point_weights(args.weights, weights)
+
+    def forward(self, schedule, x, router_weights, weights: LayerWeights, context: bool, layer: int = 0, out: torch.Tensor | None = None):
+        """-> out [T, H] bf16, and the context for a backward or None."""
+        schedule = aligned(schedule)
+        args, alive = self._forward_args(schedule, x, router_weights, weights, layer)
+        out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
+        saved = allocate(self.plan.context_bytes, self.device) if context else None
+        args.out, args.context = out.data_ptr(), saved.data_ptr() if context else None
+        lib.check(lib.library().mok_forward(self.handle, byref(args), self.stream()))
+        del alive
+        return out, saved
+
+    def recompute(self, schedule, x, weights: LayerWeights, layer: int = 0) -> torch.Tensor:
+        schedule = aligned(schedule)
+        args, alive = self._forward_args(schedule, x, None, weights, layer)
+        saved = allocate(self.plan.context_bytes, self.device)
+        args.context = saved.data_ptr()
+        lib.check(lib.library().mok_recompute(self.handle, byref(args), self.stream()))
+        del alive
+        return saved
+
+    def backward(self, schedule, context, dout, x, router_weights, weights: LayerWeights, grads: LayerGrads, *, want_router: bool = True,
+                 parts: int = lib.BACKWARD_ALL, layer: int = 0):
+        """-> dx [T, H] and drouter_weights [T, K] (None unless wanted); fills `grads`."""
+        schedule, context = aligned(schedule), aligned(context)
+        args = lib.BackwardArgs(layer=layer, num_tokens=x.shape[0], schedule=schedule.data_ptr(), context=context.data_ptr(), dout=dout.data_ptr(),
+                                x=x.data_ptr(), router_weights=router_weights.data_ptr(), parts=parts)
+        alive = [self._point_weights(args.weights, weights), self._point_grads(args.grads, grads)]
+        dx = drouter = None
+        if parts != lib.BACKWARD_WEIGHTS:
+            dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+            args.dx = dx.data_ptr()
+            if want_router:
+                drouter = torch.empty_like(router_weights, memory_format=torch.contiguous_format)
+                args.drouter_weights = drouter.data_ptr()
+        lib.check(lib.library().mok_backward(self.handle, byref(args), self.stream()))
+        del alive
+        return dx, drouter
+
+    # --- pointers -------------------------------------------------------------------------------------------------------
+    def _table(self, pointers: tuple) -> torch.Tensor:
+        """Pointers in memory that the backend can address. Made once per set of addresses."""
+        table = self._tables.get(pointers)
+        if table is None:
+            table = torch.tensor(pointers, dtype=torch.int64).to(self.device)
+            if len(self._tables) > 64:
+                self._tables.clear()
+            self._tables[pointers] = table
+        return table
+
+    def _point(self, to, weight) -> torch.Tensor | None:
+        if weight is None:
+            return None
+        if isinstance(weight, torch.Tensor):
+            to.packed = weight.data_ptr()
+            return weight
+        if not len(weight):
+            return None
+        table = self._table(tuple(0 if w is None else w.data_ptr() for w in weight))
+        to.experts = table.data_ptr()
+        return table
+
+    def _point_weights(self, to: lib.Weights, weights: LayerWeights) -> list:
+        alive = [self._point(getattr(to, name), getattr(weights, name)) for name in lib.WEIGHT_NAMES]
+        if weights.shared_output_gate is not None:
+            to.shared_output_gate = weights.shared_output_gate.data_ptr()
+        return alive
+
+    def _point_grads(self, to: lib.Grads, grads: LayerGrads) -> list:
+        alive = []
+        for name in (*lib.WEIGHT_NAMES, "shared_output_gate"):
+            grad, target = getattr(grads, name), getattr(to, name)
+            alive.append(self._point(target, grad))
+            first = grad if isinstance(grad, torch.Tensor) else next((g for g in grad or () if g is not None), None)
+            target.dtype = lib.FP32 if first is not None and first.dtype == torch.float32 else lib.BF16
+            target.accumulate = name in grads.accumulate
+        return alive
+
+    # --- observation ----------------------------------------------------------------------------------------------------
+    def wait(self) -> None:
+        """Blocks until all work is done; raises its first error."""
+        self.group.check(lib.library().mok_wait(self.handle))
+
+    def stats(self) -> lib.Stats:
+        stats = lib.Stats()
+        self.group.check(lib.library().mok_get_stats(self.handle, byref(stats)))
+        return stats
+
+    def schedule_info(self, schedule: torch.Tensor) -> lib.ScheduleInfo:
+        info = lib.ScheduleInfo()
+        lib.check(lib.library().mok_schedule_query(self.handle, aligned(schedule).data_ptr(), byref(info)))
+        return info
+
+
+class on_device:
+    """The device as the current one, also for ctypes calls; nothing on the CPU."""
+
+    def __init__(self, device: torch.device):
+        self.guard = torch.cuda.device(device) if device.type == "cuda" else None
+
+    def __enter__(self):
+        if self.guard:
+            self.guard.__enter__()
+
+    def __exit__(self, *error):
+        if self.guard:
+            self.guard.__exit__(*error)
+
+
+def refuse_capture(device: torch.device) -> None:
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("a MoK workspace cannot be created while a CUDA graph is being captured: call prepare() (or run the layer once) before the capture")
