@@ -41,7 +41,7 @@ static bool check_one_routing(const check_settings *s, check_routing *r, bool sk
 {
     layer_result first = {0};
     r->name = skewed ? "skewed" : "uniform";
-    if (!layer_make(&r->problem, &s->cfg, s->tokens, LAYER_UNIFORM, s->dropped, s->seed + skewed))
+    if (!layer_make(&r->problem, &s->cfg, s->tokens, LAYER_UNIFORM, s->dropped, s->seed + ((uint64_t)skewed << 40)))
         return false;
     if (skewed)
         skew(&r->problem, s->seed);
