@@ -74,6 +74,8 @@ static void issue_load(const char *what, std::shared_ptr<LoadOp> op, const Place
 {
     op->what = what;
     const Mbarrier &own_bar = mbarrier_at(bar, what);
+    if (!own_bar.published)
+        fail("%s: its mbarrier was initialised, but neither fence_mbar_init nor a proxy fence has told the copy engine", what);
     for (const Piece &p : op->pieces)
         if (p.global) {
             Allocation &a = require_allocation(p.global, p.valid, what);
@@ -193,7 +195,7 @@ static void observe(StoreOp &op, bool read_only)
             note_read(op.cta->granules[p.offset / 16].reads, self->now(), 0xffff);
         }
         if (!read_only && p.valid)
-            global_write_epoch(p.global, p.valid, self->now());
+            global_async_write_observed(p.global, p.valid);
     }
     op.observed = true;
 }

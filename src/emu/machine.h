@@ -190,7 +190,8 @@ struct Allocation {
     size_t bytes = 0;
     std::string name;
     std::vector<uint8_t> written;   /* by byte */
-    std::vector<uint64_t> stamp;    /* by 16 bytes: last plain write */
+    std::vector<uint64_t> stamp;    /* by 16 bytes: last write, as of when its thread knew it to be done */
+    std::vector<bool> by_copy;      /* by 16 bytes: that was a bulk store */
     std::vector<Epoch> write_epoch; /* by byte */
     std::vector<Reads> reads;       /* by 16 bytes */
 };
@@ -252,7 +253,6 @@ void cta_exit_checks(Cta &cta);
 /* ---- happens-before, of the running thread ---- */
 void release_into(Clock &clock);
 void acquire_from(const Clock &clock);
-void fence_release_and_acquire();
 
 /* ---- warps ---- */
 void open_cluster_barrier(Cluster &cluster);
@@ -277,6 +277,7 @@ void check_global_proxy(const Allocation &a, const void *p, size_t bytes, const 
 
 /* ---- mbarriers ---- */
 Mbarrier &mbarrier_at(const Place &place, const char *what);
+void publish_mbarriers();  /* those that the running thread has initialised */
 void mbarrier_complete_tx(Mbarrier &bar, uint32_t bytes);
 
 /* ---- copies and MMAs ---- */
@@ -286,7 +287,9 @@ void end_async_read(Cta &cta, uint32_t offset);
 /* A load into a phase of `bar` reads global memory; a store writes it, first unobserved, then as a write of the thread that waited. */
 void global_async_read(Allocation &a, const void *p, size_t bytes, const Mbarrier &bar, const Cta &cta, const char *what);
 void global_async_write(Allocation &a, void *p, size_t bytes, const char *what);
-void global_write_epoch(void *p, size_t bytes, Epoch e);
+void global_async_write_observed(void *p, size_t bytes);
+/* Bounds and written bytes; unless atomic, order too. */
+void global_read_bytes(const void *p, void *out, size_t bytes, bool atomic);
 
 } /* namespace emu */
 #endif

@@ -21,6 +21,13 @@ Mbarrier &mbarrier_at(const Place &place, const char *what)
     return bar;
 }
 
+void publish_mbarriers()
+{
+    for (Mbarrier &bar : self->cta->mbarriers)
+        if (bar.init_by == self)
+            bar.published = true;
+}
+
 static void maybe_complete(Mbarrier &bar)
 {
     if (bar.pending || bar.tx)
@@ -118,9 +125,7 @@ void mbar_init(uint32_t address, uint32_t count)
 void fence_mbar_init_release_cluster()
 {
     step();
-    for (Mbarrier &bar : self->cta->mbarriers)
-        if (bar.init_by == self)
-            bar.published = true;
+    publish_mbarriers();
 }
 
 void mbar_arrive_release_cta(uint32_t bar) { arrive_at(bar, "mbar_arrive"); }

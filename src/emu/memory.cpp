@@ -1,4 +1,4 @@
-/* Plain memory, flags and fences: bounds, written bytes, and which plain writes a later copy or MMA may not see yet. */
+/* Plain memory and fences: bounds, written bytes, and which plain writes a later copy or MMA may not see yet. */
 #include "emu/machine.h"
 
 #include <algorithm>
@@ -20,6 +20,7 @@ void *Machine::allocate(size_t bytes, const char *name)
     memset(a->block, 0xcb, bytes + 2 * kGuard);
     a->written.assign(bytes, 0);
     a->stamp.assign(bytes / 16 + 1, 0);
+    a->by_copy.assign(bytes / 16 + 1, false);
     a->write_epoch.assign(bytes, 0);
     a->reads.resize(bytes / 16 + 2);
     void *base = a->base;
@@ -70,6 +71,7 @@ static void global_plain_write(Allocation &a, const void *p, size_t bytes)
         if (Epoch e = unknown_read(a.reads[i], bytes_of(i, at, bytes)))
             fail("a write of %s+%zu is not ordered after a read by %s", a.name.c_str(), i * 16, describe_epoch(e).c_str());
         a.stamp[i] = machine->stamp++;
+        a.by_copy[i] = false;
     }
     std::fill_n(a.write_epoch.begin() + (long)at, bytes, self->now());
 }
@@ -101,10 +103,15 @@ void global_async_write(Allocation &a, void *p, size_t bytes, const char *what)
     std::fill_n(a.write_epoch.begin() + (long)at, bytes, kUnobserved);
 }
 
-void global_write_epoch(void *p, size_t bytes, Epoch e)
+void global_async_write_observed(void *p, size_t bytes)
 {
-    if (Allocation *a = find_allocation(p, bytes))
-        std::fill_n(a->write_epoch.begin() + (static_cast<uint8_t *>(p) - a->base), bytes, e);
+    Allocation *a = find_allocation(p, bytes);
+    if (!a)
+        return;
+    const size_t at = (size_t)(static_cast<uint8_t *>(p) - a->base);
+    std::fill_n(a->write_epoch.begin() + (long)at, bytes, self->now());
+    a->stamp[at / 16] = machine->stamp++;
+    a->by_copy[at / 16] = true;
 }
 
 /* For the namespace mk's note_written: the running machine's memory. */
@@ -133,9 +140,8 @@ void check_global_proxy(const Allocation &a, const void *p, size_t bytes, const 
     const size_t first = (size_t)(static_cast<const uint8_t *>(p) - a.base) / 16;
     const size_t last = (size_t)(static_cast<const uint8_t *>(p) + bytes - 1 - a.base) / 16;
     for (size_t i = first; i <= last; i++)
-        if (a.stamp[i] > self->global_fence)
-            fail("%s reads %s+%zu, written by plain stores during this launch, without fence_proxy_async_global after it saw them", what,
-                 a.name.c_str(), i * 16);
+        if (a.stamp[i] > self->global_fence && !(a.by_copy[i] && is_own(a.write_epoch[i * 16])))
+            fail("%s reads %s+%zu, written during this launch, without fence_proxy_async_global after it saw the data", what, a.name.c_str(), i * 16);
 }
 
 /* ---- shared memory ---- */
@@ -247,7 +253,7 @@ static bool in_shared(const void *p, uint32_t &offset)
     return true;
 }
 
-static void global_read_bytes(const void *p, void *out, size_t bytes, bool atomic)
+void global_read_bytes(const void *p, void *out, size_t bytes, bool atomic)
 {
     Allocation &a = require_allocation(p, bytes, "a read");
     const size_t at = (size_t)(static_cast<const uint8_t *>(p) - a.base);
@@ -282,65 +288,6 @@ void memory_write(void *p, const void *in, size_t bytes)
     global_plain_write(require_allocation(p, bytes, "a write"), p, bytes);
     memcpy(p, in, bytes);
     wake(machine->pollers);
-}
-
-/* ---- flags: a thread that reads the same value twice running is polling, and sleeps until the value changes ---- */
-
-enum Order { RELAXED, ORDERED };  /* ORDERED: acquire for loads, release for stores, both for read-modify-writes */
-enum Scope { GPU, SYS };
-
-template <class T> static bool value_changed(Thread &t)
-{
-    T now;
-    memcpy(&now, t.wait_object, sizeof now);
-    return now != (T)t.wait_value;
-}
-
-template <class T> static T flag_load(const T *p, Order order, Scope scope)
-{
-    T v;
-    step();
-    global_read_bytes(p, &v, sizeof v, true);
-    if (self->polled_address == p && self->polled_value == v) {
-        block(machine->pollers, value_changed<T>, "global memory", const_cast<T *>(p), v, true);
-        global_read_bytes(p, &v, sizeof v, true);
-    }
-    self->polled_address = p;
-    self->polled_value = v;
-    machine->flags[p].load(order == ORDERED, scope == SYS);
-    return v;
-}
-
-/* Data of a flag's write. Its readers are ordered by the flag itself, or by a later launch. */
-template <class T> static void flag_write_value(T *p, T v)
-{
-    Allocation &a = require_allocation(p, sizeof v, "a write");
-    const size_t at = (size_t)(reinterpret_cast<uint8_t *>(p) - a.base);
-    memset(a.written.data() + at, 1, sizeof v);
-    a.stamp[at / 16] = machine->stamp++;
-    std::fill_n(a.write_epoch.begin() + (long)at, sizeof v, self->now());
-    memcpy(p, &v, sizeof v);
-    wake(machine->pollers);
-}
-
-template <class T> static void flag_store(T *p, T v, Order order, Scope scope)
-{
-    step();
-    flag_write_value(p, v);
-    machine->flags[p].store(order == ORDERED, scope == SYS);
-}
-
-/* Atomic: nobody runs in between. */
-template <class T, class Change> static T flag_change(T *p, Order order, Scope scope, bool acquires, Change change)
-{
-    T v;
-    step();
-    global_read_bytes(p, &v, sizeof v, true);
-    if (acquires)
-        machine->flags[p].load(order == ORDERED, scope == SYS);
-    flag_write_value(p, (T)change(v));
-    machine->flags[p].add(order == ORDERED, scope == SYS);
-    return v;
 }
 
 } /* namespace emu */
@@ -407,29 +354,9 @@ void store_matrix_x4(uint32_t addr, const uint32_t (&r)[4])
     });
 }
 
-void fence_proxy_async() { step(); self->shared_fence = self->global_fence = machine->stamp++; }
+void fence_proxy_async() { step(); self->shared_fence = self->global_fence = machine->stamp++; publish_mbarriers(); }
 void fence_proxy_async_global() { step(); self->global_fence = machine->stamp++; }
-void fence_proxy_async_shared_cta() { step(); self->shared_fence = machine->stamp++; }
-void fence_acq_rel_gpu() { step(); fence_release_and_acquire(); }
-void fence_acq_rel_sys() { step(); fence_release_and_acquire(); }
-
-uint32_t flag_load_relaxed_gpu(const uint32_t *p) { return flag_load(p, RELAXED, GPU); }
-uint32_t flag_load_acquire_gpu(const uint32_t *p) { return flag_load(p, ORDERED, GPU); }
-uint32_t flag_load_acquire_sys(const uint32_t *p) { return flag_load(p, ORDERED, SYS); }
-uint64_t flag_load_relaxed_sys(const uint64_t *p) { return flag_load(p, RELAXED, SYS); }
-uint64_t flag_load_acquire_sys(const uint64_t *p) { return flag_load(p, ORDERED, SYS); }
-void flag_store_relaxed_gpu(uint32_t *p, uint32_t v) { flag_store(p, v, RELAXED, GPU); }
-void flag_store_release_gpu(uint32_t *p, uint32_t v) { flag_store(p, v, ORDERED, GPU); }
-void flag_store_release_sys(uint32_t *p, uint32_t v) { flag_store(p, v, ORDERED, SYS); }
-void flag_store_relaxed_sys(uint64_t *p, uint64_t v) { flag_store(p, v, RELAXED, SYS); }
-void flag_store_release_sys(uint64_t *p, uint64_t v) { flag_store(p, v, ORDERED, SYS); }
-void flag_add_release_gpu(uint32_t *p, uint32_t n) { flag_change(p, ORDERED, GPU, false, [n](uint32_t v) { return v + n; }); }
-void flag_add_release_sys(uint32_t *p, uint32_t n) { flag_change(p, ORDERED, SYS, false, [n](uint32_t v) { return v + n; }); }
-uint32_t ticket_take_relaxed_gpu(uint32_t *p, uint32_t n) { return flag_change(p, RELAXED, GPU, true, [n](uint32_t v) { return v + n; }); }
-uint32_t ticket_take_acq_rel_gpu(uint32_t *p, uint32_t n) { return flag_change(p, ORDERED, GPU, true, [n](uint32_t v) { return v + n; }); }
-void counter_add_relaxed_gpu(uint32_t *p, uint32_t n) { flag_change(p, RELAXED, GPU, false, [n](uint32_t v) { return v + n; }); }
-void counter_add_relaxed_gpu(uint64_t *p, uint64_t n) { flag_change(p, RELAXED, GPU, false, [n](uint64_t v) { return v + n; }); }
-void min_relaxed_gpu(uint64_t *p, uint64_t n) { flag_change(p, RELAXED, GPU, false, [n](uint64_t v) { return n < v ? n : v; }); }
+void fence_proxy_async_shared_cta() { step(); self->shared_fence = machine->stamp++; publish_mbarriers(); }
 void note_written(const void *p, uint64_t bytes) { emu::mark_written(p, bytes); }
 
 } /* namespace mk */

@@ -123,10 +123,9 @@ void release_into(Clock &clock)
 
 void acquire_from(const Clock &clock) { self->clock.join(clock); }
 
-bool known_to_self(Epoch e)
-{
-    return e == 0 || (e != kUnobserved && cta_of(e) == self->cta->number && member_of(e) == self->idx) || self->clock.knows(e);
-}
+bool is_own(Epoch e) { return e != 0 && e != kUnobserved && cta_of(e) == self->cta->number && member_of(e) == self->idx; }
+
+bool known_to_self(Epoch e) { return e == 0 || is_own(e) || self->clock.knows(e); }
 
 void note_read(Reads &reads, Epoch e, uint32_t bytes)
 {
@@ -154,41 +153,6 @@ Epoch unknown_read(Reads &reads, uint32_t bytes)
     }
     reads.list.resize(left);
     return 0;
-}
-
-/* ---- flags ---- */
-
-void Flag::store(bool release, bool sys)
-{
-    clock.clear();
-    add(release, sys);
-}
-
-void Flag::add(bool release, bool sys)
-{
-    if (release)
-        release_into(clock);
-    else
-        clock.join(self->fenced);
-    device = self->cta->device->index;
-    system_scope = sys;
-}
-
-void Flag::load(bool acquire, bool sys) const
-{
-    if (device != self->cta->device->index && !(sys && system_scope))
-        return;  /* gpu scope orders nothing across GPUs */
-    if (acquire)
-        acquire_from(clock);
-    else
-        self->seen_relaxed.join(clock);
-}
-
-void fence_release_and_acquire()
-{
-    self->clock.join(self->seen_relaxed);
-    self->fenced.clear();
-    release_into(self->fenced);
 }
 
 } /* namespace emu */

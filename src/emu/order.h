@@ -48,6 +48,7 @@ inline uint32_t byte_mask(size_t from, size_t to) { return (uint32_t)((1u << to)
 std::string describe_epoch(Epoch e);
 /* The running thread's view. */
 bool known_to_self(Epoch e);
+bool is_own(Epoch e);
 void note_read(Reads &reads, Epoch e, uint32_t bytes);
 /* The running thread is about to write these bytes: a read of them that it does not know of, or 0, and then the reads are forgotten. */
 Epoch unknown_read(Reads &reads, uint32_t bytes);

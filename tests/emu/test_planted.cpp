@@ -134,6 +134,13 @@ TEST(mbarrier_used_without_publishing_it)
         barrier_block_sync();
     });
 }
+TEST(copy_into_an_mbarrier_that_the_engine_has_not_been_told_of)
+{
+    expect_report("has told the copy engine", threads(1), [](Memory &m) {
+        mbar_init(smem_addr(shared()), 1);
+        bulk_load(smem_addr(shared()) + 1024, m.source.device(), 16, smem_addr(shared()));
+    });
+}
 TEST(more_bytes_expected_than_sent)
 {
     expect_report("still expects 64 bytes", threads(1), [](Memory &) { mbar_arrive_expect_tx_release_cta(init_bar(), 64); });
@@ -250,6 +257,26 @@ TEST(multicast_into_a_cta_that_has_ended)
         for (int i = 0; i < 3000; i++)
             sleep_ns(100);
         tma_load_2d_multicast(smem_addr(shared()) + 1024, &m.box, 0, 0, bar, 3);
+    });
+}
+
+TEST(load_of_another_threads_bulk_store_without_a_fence)
+{
+    expect_report("without fence_proxy_async_global", threads(64), [](Memory &m) {
+        if (thread_idx() == 0) {
+            store_shared_b128(smem_addr(shared()), {1, 2, 3, 4});
+            fence_proxy_async_shared_cta();
+            bulk_store(m.sink.device(), smem_addr(shared()), 16);
+            bulk_commit();
+            bulk_wait<0>();
+            flag_add_release_gpu(m.flag.device(), 1);
+        } else if (thread_idx() == 32) {
+            const uint32_t bar = init_bar(64);
+            wait_flag_at_least_gpu(m.flag.device(), 1, "the row");
+            mbar_arrive_expect_tx_release_cta(bar, 16);
+            bulk_load(smem_addr(shared()) + 1024, m.sink.device(), 16, bar);
+            wait_mbar(bar, 0, "the row again");
+        }
     });
 }
 
