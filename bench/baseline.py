@@ -92,7 +92,7 @@ def moe_layer(x, expert_ids, router_weights, gate_up, down, group=None, num_rank
     offsets = counts.cumsum(0).to(torch.int32)
     y = grouped_mm(swiglu(grouped_mm(rows, gate_up.transpose(1, 2), offsets)), down.transpose(1, 2), offsets)
     if num_ranks > 1:
-        y = torch.empty_like(y).index_copy(0, by_expert, y)
+        y = torch.empty_like(y).index_copy_(0, by_expert, y)
         y = _Exchange.apply(y, sent, received, group)
-    y = torch.empty_like(y).index_copy(0, order, y).view(tokens, topk, -1)
+    y = torch.empty_like(y).index_copy_(0, order, y).view(tokens, topk, -1)
     return torch.einsum("tk,tkh->th", router_weights.to(y.dtype), y)
