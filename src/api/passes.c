@@ -109,7 +109,7 @@ static mok_status check_backward_args(const mok_workspace *w, const mok_backward
 static mok_status run(mok_workspace *w, mk_call *call, mok_status checked, void *stream)
 {
     if (w->broken)
-        return mk_fail(MOK_E_STATE, "this workspace is broken: an earlier wait for another rank ran out; destroy it");
+        return mk_fail(MOK_E_STATE, "this workspace is broken: an earlier call ended half-way, or waited for another rank in vain; destroy it");
     if (checked == MOK_OK)
         checked = w->backend->check(w, call);
     if (checked != MOK_OK) {

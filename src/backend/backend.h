@@ -58,7 +58,7 @@ struct mok_workspace {
     uint64_t calls;             /* collective calls so far; the same on all ranks */
     uint64_t epoch;             /* barriers so far */
     uint64_t call_epoch;        /* epoch of the last call's first barrier */
-    bool broken;                /* a wait ran out: the ranks are no longer in step */
+    bool broken;                /* a wait ran out or a launch failed: the ranks are no longer in step */
     mok_stats stats;
     void *state;                /* the backend's */
 };

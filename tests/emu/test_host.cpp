@@ -1,0 +1,261 @@
+/* The whole library on the emulator: mok.h, host code of the cuda backend, kernels. Results for several virtual ranks, tiles and rings have the
+ * same bits and agree with the cpu backend; mistakes give the sentences of the cpu backend. */
+#define TEST_WATCHDOG 900
+#include "test.h"
+
+#include <vector>
+
+#include "emulated_driver.h"
+
+extern "C" {
+#include "layer.h"
+#include "mok.h"
+}
+
+/* --- results ------------------------------------------------------------------------------------------------------------- */
+struct Run {
+    int32_t ranks = 1;
+    mok_backend_id backend = MOK_BACKEND_CUDA;
+    int64_t ring = 512, minibatch = 256;
+    const char *tile = nullptr, *forward = nullptr;
+    bool recompute = false;
+};
+
+struct Output {
+    std::vector<uint16_t> out;
+    std::vector<int64_t> per_expert;
+    mok_stats stats = {};
+    mok_schedule_info info = {};
+    bool ok = false;
+};
+
+static Output run_layer(const layer_problem &problem, const Run &run)
+{
+    static const int32_t devices[8] = {0};
+    Output got;
+    layer_options o = {};
+    layer_result result;
+    char error[512];
+    o.ranks = run.ranks;
+    o.backend = run.backend;
+    o.devices = run.backend == MOK_BACKEND_CUDA ? devices : nullptr;
+    o.ring_rows = run.ring;
+    o.minibatch_rows = o.minibatch_rows_bwd = run.minibatch;
+    o.cpu_threads = 1;
+    o.forward_only = true;
+    if (run.tile)
+        setenv("MOK_TILE", run.tile, 1);
+    if (run.forward)
+        setenv("MOK_FORWARD", run.forward, 1);
+    emulated::plug_in(test_seed(), 2);
+    if (!layer_result_make(&result, &problem, &o)) {
+        TEST_FAILED("no memory");
+        return got;
+    }
+    if (layer_run(&problem, &o, &result, error) != MOK_OK)
+        TEST_FAILED("%s%s%s", error, emulated::gpu.trouble.empty() ? "" : "; emulator: ", emulated::gpu.trouble.c_str());
+    else
+        got.ok = true;
+    CHECK_EQ(emulated::gpu.live, 0);
+    got.out.assign(result.out, result.out + problem.tokens * problem.cfg.hidden);
+    got.per_expert.assign(result.tokens_per_expert, result.tokens_per_expert + problem.cfg.num_experts);
+    got.stats = result.stats[0];
+    got.info = result.info[0];
+    layer_result_free(&result);
+    unsetenv("MOK_TILE");
+    unsetenv("MOK_FORWARD");
+    return got;
+}
+
+static layer_problem small_problem(int64_t tokens, int64_t shared, mok_gate_up layout = MOK_GATE_UP_SEPARATE)
+{
+    layer_problem p;
+    mok_config c = MOK_INIT(mok_config);
+    c.hidden = 192;
+    c.intermediate = 128;
+    c.shared_intermediate = shared;
+    c.shared_gate = shared != 0;
+    c.num_experts = 6;
+    c.topk = 2;
+    c.gate_up = layout;
+    if (!layer_make(&p, &c, tokens, LAYER_UNIFORM, 0.1, test_seed()))
+        TEST_FAILED("no memory");
+    return p;
+}
+
+static void check_close(const Output &got, const Output &want, const char *what)
+{
+    double worst = 0, norm = 0;
+    for (size_t i = 0; i < want.out.size(); i++) {
+        const double a = layer_float(got.out[i]), b = layer_float(want.out[i]);
+        worst = fmax(worst, fabs(a - b));
+        norm += b * b;
+    }
+    norm = sqrt(norm / (double)want.out.size());
+    if (!(worst <= 0.03 * norm))
+        TEST_FAILED("%s: off by %g where values are of size %g", what, worst, norm);
+    CHECK(got.per_expert == want.per_expert);
+}
+
+TEST(forward_agrees_with_the_cpu_and_does_not_depend_on_ranks_tiles_or_ring)
+{
+    layer_problem p = small_problem(150, 64);
+    Run cpu, one, two, wide, fused, small;
+    cpu.backend = MOK_BACKEND_CPU;
+    two.ranks = 2;
+    wide.tile = "wide";
+    fused.ranks = 2;
+    fused.forward = "fused";
+    small.ranks = 3;
+    small.ring = 256;
+    small.minibatch = 128;
+    const Output want = run_layer(p, cpu), first = run_layer(p, one);
+    check_close(first, want, "one rank against the cpu");
+    CHECK_EQ(first.stats.rows_pulled + first.stats.rows_copied, first.info.rows);
+    CHECK_EQ(first.info.rows, want.info.rows);
+    CHECK_EQ(first.info.table_rows, want.info.table_rows);
+    CHECK_EQ(first.info.rows_copied_fwd, want.info.rows_copied_fwd);
+    for (const Run *run : {&two, &wide, &fused, &small}) {
+        const Output other = run_layer(p, *run);
+        if (!other.ok)
+            continue;
+        if (memcmp(other.out.data(), first.out.data(), first.out.size() * 2))
+            TEST_FAILED("%d ranks, ring %lld, tile %s, %s: other bits than one rank", run->ranks, (long long)run->ring, run->tile ? run->tile : "auto",
+                        run->forward ? run->forward : "staged");
+        CHECK(other.per_expert == first.per_expert);
+    }
+    layer_free(&p);
+}
+
+/* --- mistakes -------------------------------------------------------------------------------------------------------------- */
+struct Mistake {
+    mok_workspace *w = nullptr;
+    int32_t rank = 0;
+    void *schedule = nullptr, *ids = nullptr, *x = nullptr, *weights = nullptr, *out = nullptr, *matrix = nullptr;
+    std::vector<std::string> said; /* status and sentence of what each step came to */
+
+    mok_schedule_args schedule_args() const
+    {
+        mok_schedule_args a = MOK_INIT(mok_schedule_args);
+        a.layer = 4;
+        a.num_tokens = 3;
+        a.expert_ids = static_cast<const int32_t *>(ids);
+        a.schedule = schedule;
+        return a;
+    }
+    mok_forward_args forward_args() const
+    {
+        mok_forward_args a = MOK_INIT(mok_forward_args);
+        a.layer = 4;
+        a.num_tokens = 3;
+        a.schedule = schedule;
+        a.x = x;
+        a.router_weights = weights;
+        a.out = out;
+        a.weights.gate.packed = a.weights.up.packed = a.weights.down.packed = matrix;
+        return a;
+    }
+    /* A call, and the wait behind it, where the cuda backend tells what the device found. */
+    void step(mok_status status)
+    {
+        if (status == MOK_OK)
+            status = mok_wait(w);
+        said.push_back(std::string(mok_status_name(status)) + ": " + (status == MOK_OK ? "" : mok_last_error()));
+    }
+};
+
+typedef void (*Script)(Mistake &);
+struct MistakeThread { mok_group *group; mok_backend_id backend; Script script; Mistake m; };
+
+static void *mistake_main(void *argument)
+{
+    MistakeThread &t = *static_cast<MistakeThread *>(argument);
+    Mistake &m = t.m;
+    mok_config c = MOK_INIT(mok_config);
+    mok_plan plan = MOK_INIT(mok_plan);
+    c.hidden = c.intermediate = 64;
+    c.num_experts = 4;
+    c.topk = 1;
+    c.max_tokens = 8;
+    c.minibatch_rows = c.minibatch_rows_bwd = 128;
+    c.ring_rows = 256;
+    c.backend = t.backend;
+    c.timeout_ms = 60000;
+    if (mok_workspace_create(t.group, &c, &m.w) != MOK_OK || mok_workspace_plan(m.w, &plan) != MOK_OK) {
+        TEST_FAILED("%s", mok_last_error());
+        return nullptr;
+    }
+    const std::vector<char> zeros((size_t)(plan.schedule_bytes + 65536), 0);
+    struct { void **p; size_t bytes; } all[] = {{&m.schedule, (size_t)plan.schedule_bytes}, {&m.ids, 32}, {&m.x, 1024}, {&m.weights, 64}, {&m.out, 1024},
+                                                {&m.matrix, 4 * 64 * 64 * 2}};
+    for (auto &a : all) {
+        CHECK_EQ(mok_memory_alloc(m.w, a.bytes, a.p), MOK_OK);
+        CHECK_EQ(mok_memory_copy(m.w, *a.p, zeros.data(), a.bytes), MOK_OK);
+    }
+    t.script(m);
+    for (auto &a : all)
+        mok_memory_free(m.w, *a.p);
+    mok_workspace_destroy(m.w);
+    return nullptr;
+}
+
+static std::vector<std::string> make_mistake(mok_backend_id backend, Script script, int32_t ranks)
+{
+    const int32_t devices[4] = {0};
+    mok_group *groups[4];
+    std::vector<MistakeThread> threads((size_t)ranks);
+    pthread_t ids[4];
+    std::vector<std::string> said;
+    emulated::plug_in(test_seed(), 2);
+    if (mok_group_create_local(ranks, backend == MOK_BACKEND_CUDA ? devices : nullptr, groups) != MOK_OK)
+        TEST_FAILED("%s", mok_last_error());
+    for (int32_t r = 0; r < ranks; r++) {
+        threads[(size_t)r] = {groups[r], backend, script, {}};
+        threads[(size_t)r].m.rank = r;
+        pthread_create(&ids[r], nullptr, mistake_main, &threads[(size_t)r]);
+    }
+    for (int32_t r = 0; r < ranks; r++)
+        pthread_join(ids[r], nullptr);
+    for (int32_t r = 0; r < ranks; r++) {
+        mok_group_destroy(groups[r]);
+        for (size_t i = 0; i < threads[(size_t)r].m.said.size(); i++)
+            said.push_back("rank " + std::to_string(r) + ", step " + std::to_string(i) + ": " + threads[(size_t)r].m.said[i]);
+    }
+    if (!emulated::gpu.trouble.empty())
+        TEST_FAILED("emulator: %s", emulated::gpu.trouble.c_str());
+    return said;
+}
+
+static void check_mistake(Script script, const char *part)
+{
+    const auto want = make_mistake(MOK_BACKEND_CPU, script, 3), got = make_mistake(MOK_BACKEND_CUDA, script, 3);
+    bool named = false;
+    CHECK_EQ(got.size(), want.size());
+    for (size_t i = 0; i < want.size() && i < got.size(); i++) {
+        if (got[i] != want[i])
+            TEST_FAILED("cpu  %s\n    cuda %s", want[i].c_str(), got[i].c_str());
+        named |= want[i].find(part) != std::string::npos;
+    }
+    CHECK(named);
+}
+
+/* After each mistake a schedule and a forward that work. */
+static void good_pass(Mistake &m)
+{
+    const mok_schedule_args s = m.schedule_args();
+    const mok_forward_args f = m.forward_args();
+    m.step(mok_schedule(m.w, &s, nullptr));
+    m.step(mok_forward(m.w, &f, nullptr));
+}
+
+static void other_layer(Mistake &m)
+{
+    mok_forward_args f = m.forward_args();
+    good_pass(m);
+    f.layer = m.rank == 1 ? 5 : 4;
+    m.step(mok_forward(m.w, &f, nullptr));
+    good_pass(m);
+}
+TEST(another_layer_is_named_as_on_the_cpu) { check_mistake(other_layer, "but forward of layer 5"); }
+
+int main(int argc, char **argv) { return test_main(argc, argv); }
