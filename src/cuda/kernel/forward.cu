@@ -24,7 +24,7 @@ MK_ENTRY MK_KERNEL(kGemmThreads) mok_forward_fused(MK_KERNEL_PARAM mk_forward_pa
             gemm_load(s.gemm, program);
         else if (warp == 1 && lane_idx() == 0 && cluster_rank() == 0)
             gemm_schedule(s.gemm, program);
-        else if (warp == 2 && lane_idx() == 0)
+        else if (warp == 2)
             forward_dispatch(p, s.walk, s.dispatch);
         sync_warp();
     }

@@ -64,7 +64,7 @@ MK_ENTRY MK_KERNEL(256) mok_s0_copies(MK_KERNEL_PARAM mk_s0_params p)
 
 MK_ENTRY MK_KERNEL(32) mok_s1_dispatch(MK_KERNEL_PARAM mk_dispatch_params p)
 {
-    if (thread_idx() == 0 && !skipped(p.rank))
+    if (!skipped(p.rank))
         s1_dispatch(p);
 }
 

@@ -132,6 +132,7 @@ MK_DEVICE void rank_barrier(const mk_rank_params &r)
 {
     mk_device_state *state = device_state(r);
     const uint64_t epoch = load(&state->epoch) + 1;
+    barrier_block_sync(); /* a fault sets `skip`, which every warp has read by now */
     for (int64_t i = thread_idx(); i < r.dims.num_ranks; i += 128)
         flag_store_release_sys(in_peer<uint64_t>(r, i, r.memory.epochs + (int64_t)r.dims.rank * MK_EPOCH_BYTES), epoch);
     for (int64_t i = thread_idx(); i < r.dims.num_ranks; i += 128) {

@@ -1,4 +1,4 @@
-/* The fused forward: one persistent launch that walks all tasks of a pass (layout/walk.h) while one thread of every CTA moves rows.
+/* The fused forward: one persistent launch that walks all tasks of a pass (layout/walk.h) while one warp of every CTA moves rows.
  *
  *   who            what                                                     stage
  *   warp 2         rows from their ranks into the ring, by ticket           s1_dispatch
@@ -151,7 +151,7 @@ struct ForwardEpilogue {
     }
 };
 
-/* The dispatch role: one thread of each CTA. Rows come from the state's second ticket, in the order of the walk. */
+/* The dispatch role: one warp of each CTA. Rows come from the state's second ticket, in the order of the walk. */
 MK_DEVICE void forward_dispatch(const mk_forward_params &p, const mk_walk &walk, DispatchShared &shared)
 {
     Dispatch dispatch(p.rank, mk_table_at(&p.rank.memory, p.schedule), shared, &walk);

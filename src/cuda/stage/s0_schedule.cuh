@@ -204,6 +204,7 @@ MK_DEVICE void s0_segments(const mk_s0_params &p)
 {
     const S0 s(p);
     const uint64_t bad = load(&device_state(s.r)->first_bad_id);
+    barrier_block_sync(); /* the fault sets `skip`, which every warp has read by now */
     if (bad != ~(uint64_t)0) {
         if (thread_idx() == 0)
             s0_fault_bad_id(s, bad);

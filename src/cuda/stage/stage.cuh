@@ -47,6 +47,14 @@ MK_DEVICE uint32_t *draw_from(const mk_rank_params &r, int32_t ticket)
     return &tickets[ticket];
 }
 
+/* The sum over a warp's lanes, in all of them. */
+MK_DEVICE uint32_t sum_of_warp(uint32_t value)
+{
+    for (uint32_t mask = 16; mask > 0; mask /= 2)
+        value += shuffle_xor(value, mask);
+    return value;
+}
+
 MK_DEVICE float bf16_to_float(uint32_t bits) { return bits_to_float(bits << 16); }
 
 } /* namespace mk */
