@@ -1,5 +1,6 @@
 /* API misuse: every argument of every function wrong once. Each entry has a status, words of its sentence, and leaves every output
  * as it was. The collective calls run on a group of one rank; what the other ranks see of a refusal is in tests/fault. */
+#define MOK_EXPERIMENTAL
 #include "../multi/ranks.h"
 #include "bad_config.h"
 
@@ -485,6 +486,58 @@ TEST(questions)
 {
     mok_config c = good_config();
     ranks_run(1, &c, bad_questions, NULL);
+}
+
+static void bad_memory(ranks_env *e)
+{
+    void *memory = somewhere, *good = NULL;
+    char to[4] = {1, 2, 3, 4}, from[4] = {5, 6, 7, 8};
+    EXPECT(mok_memory_alloc(NULL, 16, &memory), MOK_E_ARG, "workspace is NULL");
+    EXPECT(mok_memory_alloc(e->w, 16, NULL), MOK_E_ARG, "memory is NULL");
+    CHECK(memory == somewhere);
+    EXPECT(mok_memory_copy(NULL, to, from, 4), MOK_E_ARG, "workspace is NULL");
+    EXPECT(mok_memory_copy(e->w, NULL, from, 4), MOK_E_ARG, "to is NULL");
+    EXPECT(mok_memory_copy(e->w, to, NULL, 4), MOK_E_ARG, "from is NULL");
+    CHECK_EQ(to[0], 1);
+    CHECK_EQ(mok_memory_copy(e->w, NULL, NULL, 0), MOK_OK);
+    mok_memory_free(e->w, NULL);
+    mok_memory_free(NULL, somewhere);
+    CHECK_EQ(mok_memory_alloc(e->w, 1000, &good), MOK_OK);
+    CHECK_EQ((uintptr_t)good % 256, 0);
+    CHECK_EQ(mok_memory_copy(e->w, good, from, 4), MOK_OK);
+    CHECK_EQ(mok_memory_copy(e->w, to, good, 4), MOK_OK);
+    CHECK_BYTES(to, from, 4);
+    mok_memory_free(e->w, good);
+    good = NULL;
+    CHECK_EQ(mok_memory_alloc(e->w, 0, &good), MOK_OK);
+    mok_memory_free(e->w, good);
+}
+
+TEST(memory_helpers)
+{
+    mok_config c = good_config();
+    ranks_run(1, &c, bad_memory, NULL);
+}
+
+TEST(cpu_gemm)
+{
+    static uint16_t a[4 * 3], b[5 * 3];
+    float c[4 * 5], before[4 * 5];
+    memset(c, 0x5c, sizeof c);
+    memcpy(before, c, sizeof c);
+    EXPECT(mok_cpu_gemm(-1, 5, 3, a, b, c), MOK_E_ARG, "M is -1");
+    EXPECT(mok_cpu_gemm(4, -5, 3, a, b, c), MOK_E_ARG, "N is -5");
+    EXPECT(mok_cpu_gemm(4, 5, -3, a, b, c), MOK_E_ARG, "K is -3");
+    EXPECT(mok_cpu_gemm((1 << 20) + 1, 5, 3, a, b, c), MOK_E_ARG, "M is 1048577");
+    EXPECT(mok_cpu_gemm(4, INT64_MAX, 3, a, b, c), MOK_E_ARG, "N is 9223372036854775807");
+    EXPECT(mok_cpu_gemm(4, 5, 3, NULL, b, c), MOK_E_ARG, "a_bf16 is NULL");
+    EXPECT(mok_cpu_gemm(4, 5, 3, a, NULL, c), MOK_E_ARG, "b_bf16 is NULL");
+    EXPECT(mok_cpu_gemm(4, 5, 3, a, b, NULL), MOK_E_ARG, "c is NULL");
+    CHECK_BYTES(c, before, sizeof c);
+    CHECK_EQ(mok_cpu_gemm(0, 5, 3, NULL, b, NULL), MOK_OK); /* what is empty needs no pointer */
+    CHECK_EQ(mok_cpu_gemm(4, 5, 0, NULL, NULL, c), MOK_OK);
+    for (int i = 0; i < 20; i++)
+        CHECK(c[i] == 0);
 }
 
 /* What is not used may be NULL: no tokens, no pointers. */
