@@ -490,7 +490,7 @@ TEST(questions)
 
 static void bad_memory(ranks_env *e)
 {
-    void *memory = somewhere, *good = NULL;
+    void *memory = somewhere, *block = NULL;
     char to[4] = {1, 2, 3, 4}, from[4] = {5, 6, 7, 8};
     EXPECT(mok_memory_alloc(NULL, 16, &memory), MOK_E_ARG, "workspace is NULL");
     EXPECT(mok_memory_alloc(e->w, 16, NULL), MOK_E_ARG, "memory is NULL");
@@ -502,15 +502,15 @@ static void bad_memory(ranks_env *e)
     CHECK_EQ(mok_memory_copy(e->w, NULL, NULL, 0), MOK_OK);
     mok_memory_free(e->w, NULL);
     mok_memory_free(NULL, somewhere);
-    CHECK_EQ(mok_memory_alloc(e->w, 1000, &good), MOK_OK);
-    CHECK_EQ((uintptr_t)good % 256, 0);
-    CHECK_EQ(mok_memory_copy(e->w, good, from, 4), MOK_OK);
-    CHECK_EQ(mok_memory_copy(e->w, to, good, 4), MOK_OK);
+    CHECK_EQ(mok_memory_alloc(e->w, 1000, &block), MOK_OK);
+    CHECK_EQ((uintptr_t)block % 256, 0);
+    CHECK_EQ(mok_memory_copy(e->w, block, from, 4), MOK_OK);
+    CHECK_EQ(mok_memory_copy(e->w, to, block, 4), MOK_OK);
     CHECK_BYTES(to, from, 4);
-    mok_memory_free(e->w, good);
-    good = NULL;
-    CHECK_EQ(mok_memory_alloc(e->w, 0, &good), MOK_OK);
-    mok_memory_free(e->w, good);
+    mok_memory_free(e->w, block);
+    block = NULL;
+    CHECK_EQ(mok_memory_alloc(e->w, 0, &block), MOK_OK);
+    mok_memory_free(e->w, block);
 }
 
 TEST(memory_helpers)
