@@ -108,7 +108,7 @@ struct StoreOp : AsyncOp {
     std::vector<Piece> pieces;
     std::vector<uint8_t> data;
     std::vector<uint16_t> written;
-    std::shared_ptr<BulkGroup> group;   /* null until committed */
+    BulkGroup *group = nullptr;   /* null until committed; its thread keeps it until all its stores are done */
     Cta *cta = nullptr;
     bool have_data = false, done = false, observed = false, add_f32 = false;
 
@@ -329,7 +329,7 @@ void bulk_commit()
     auto group = std::make_shared<BulkGroup>();
     group->ops.swap(self->open_stores);
     for (auto &op : group->ops) {
-        op->group = group;
+        op->group = group.get();
         group->reads += !op->have_data;
         group->writes += !op->done;
     }

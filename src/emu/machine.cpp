@@ -78,6 +78,8 @@ std::string describe(const Thread &t)
     return text;
 }
 
+struct Failure {};
+
 [[noreturn]] void fail(const char *format, ...)
 {
     char text[600];
@@ -93,10 +95,7 @@ std::string describe(const Thread &t)
         snprintf(seed, sizeof seed, "\n  seed %llu", (unsigned long long)machine->seed);
         machine->result.message += seed;
     }
-    if (!self)
-        throw 0;  /* in the scheduler: straight back to run() */
-    self->fiber->suspend();
-    abort();      /* a failed machine resumes nobody */
+    throw Failure();  /* ends this fiber (thread_main), or the scheduler's loop (run); nobody is resumed any more */
 }
 
 /* ---- clusters ---- */
@@ -104,8 +103,11 @@ std::string describe(const Thread &t)
 static void thread_main(void *arg)
 {
     Thread &t = *static_cast<Thread *>(arg);
-    t.cta->device->queue.front().kernel();
-    thread_exit_checks(t);
+    try {
+        t.cta->device->queue.front().kernel();
+        thread_exit_checks(t);
+    } catch (const Failure &) {
+    }
     t.doing = Doing::exited;
 }
 
@@ -356,7 +358,7 @@ Result Machine::run()
         for (auto &device : machine->devices)
             start_clusters(*device);
         run_until_done();
-    } catch (int) {
+    } catch (const Failure &) {
     }
     if (machine->failed) {  /* nothing of the launch can be resumed */
         machine->ready.clear();
