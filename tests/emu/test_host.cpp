@@ -3,6 +3,7 @@
 #define TEST_WATCHDOG 900
 #include "test.h"
 
+#include <algorithm>
 #include <vector>
 
 #include "emulated_driver.h"
@@ -131,7 +132,8 @@ TEST(forward_agrees_with_the_cpu_and_does_not_depend_on_ranks_tiles_or_ring)
 struct Mistake {
     mok_workspace *w = nullptr;
     int32_t rank = 0;
-    void *schedule = nullptr, *ids = nullptr, *x = nullptr, *weights = nullptr, *out = nullptr, *matrix = nullptr;
+    void *schedule = nullptr, *ids = nullptr, *x = nullptr, *weights = nullptr, *out = nullptr, *matrix = nullptr, *context[2] = {};
+    size_t context_bytes = 0;
     std::vector<std::string> said; /* status and sentence of what each step came to */
 
     mok_schedule_args schedule_args() const
@@ -185,9 +187,11 @@ static void *mistake_main(void *argument)
         TEST_FAILED("%s", mok_last_error());
         return nullptr;
     }
-    const std::vector<char> zeros((size_t)(plan.schedule_bytes + 65536), 0);
+    const std::vector<char> zeros((size_t)(plan.schedule_bytes + plan.context_bytes + 65536), 0);
     struct { void **p; size_t bytes; } all[] = {{&m.schedule, (size_t)plan.schedule_bytes}, {&m.ids, 32}, {&m.x, 1024}, {&m.weights, 64}, {&m.out, 1024},
-                                                {&m.matrix, 4 * 64 * 64 * 2}};
+                                                {&m.matrix, 4 * 64 * 64 * 2}, {&m.context[0], (size_t)plan.context_bytes},
+                                                {&m.context[1], (size_t)plan.context_bytes}};
+    m.context_bytes = (size_t)plan.context_bytes;
     for (auto &a : all) {
         CHECK_EQ(mok_memory_alloc(m.w, a.bytes, a.p), MOK_OK);
         CHECK_EQ(mok_memory_copy(m.w, *a.p, zeros.data(), a.bytes), MOK_OK);
@@ -257,5 +261,39 @@ static void other_layer(Mistake &m)
     good_pass(m);
 }
 TEST(another_layer_is_named_as_on_the_cpu) { check_mistake(other_layer, "but forward of layer 5"); }
+
+/* --- recompute ------------------------------------------------------------------------------------------------------------- */
+static void recompute(Mistake &m)
+{
+    std::vector<char> from_forward(m.context_bytes), again(m.context_bytes);
+    std::vector<uint16_t> x(3 * 64), w(4 * 64 * 64);
+    uint64_t state = test_seed();
+    for (auto *v : {&x, &w})
+        for (uint16_t &e : *v)
+            e = layer_bf16((float)layer_normal(&state));
+    CHECK_EQ(mok_memory_copy(m.w, m.x, x.data(), x.size() * 2), MOK_OK);
+    CHECK_EQ(mok_memory_copy(m.w, m.matrix, w.data(), w.size() * 2), MOK_OK);
+    mok_forward_args f = m.forward_args();
+    const mok_schedule_args s = m.schedule_args();
+    m.step(mok_schedule(m.w, &s, nullptr));
+    f.context = m.context[0];
+    m.step(mok_forward(m.w, &f, nullptr));
+    f.context = m.context[1];
+    f.out = nullptr;
+    f.router_weights = nullptr;
+    f.weights.down.packed = nullptr;
+    m.step(mok_recompute(m.w, &f, nullptr));
+    CHECK_EQ(mok_memory_copy(m.w, from_forward.data(), m.context[0], m.context_bytes), MOK_OK);
+    CHECK_EQ(mok_memory_copy(m.w, again.data(), m.context[1], m.context_bytes), MOK_OK);
+    CHECK_BYTES(again.data(), from_forward.data(), m.context_bytes);
+    CHECK(std::any_of(again.begin(), again.end(), [](char c) { return c != 0; }));
+    for (const std::string &said : m.said)
+        CHECK(said == "MOK_OK: ");
+}
+TEST(a_recompute_makes_the_context_of_the_forward)
+{
+    make_mistake(MOK_BACKEND_CPU, recompute, 2);
+    make_mistake(MOK_BACKEND_CUDA, recompute, 2);
+}
 
 int main(int argc, char **argv) { return test_main(argc, argv); }
