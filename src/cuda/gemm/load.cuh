@@ -77,10 +77,11 @@ template <class Tile, class Program> MK_DEVICE void gemm_load(GemmShared<Tile> &
     RingCursor<Tile::stages> at;
     for (;; tasks.at.next()) {
         const GemmTask task = tasks.wait(s);
+        if (task.num_k_blocks != 0)
+            program.wait_operands(task);
         tasks.release(s);
         if (task.num_k_blocks == 0)
             return;
-        program.wait_operands(task);
         const GemmInput in = program.input(task);
         for (int32_t k = 0; k < task.num_k_blocks; k++, at.next()) {
             wait_mbar(smem_addr(&s.empty[at.slot]), at.parity ^ 1, "gemm_load: free stage");

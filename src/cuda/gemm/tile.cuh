@@ -104,8 +104,9 @@ template <class Tile> constexpr uint32_t kWarpsPerTile = Tile::ping_pong ? kMath
 /* Readers of a task in a CTA: load and every math warp. */
 constexpr uint32_t kTaskReaders = 1 + kMathWarps;
 
-/* By one thread, before anybody uses them; then a cluster barrier. */
-template <class Tile> MK_DEVICE void gemm_init(GemmShared<Tile> &s)
+/* By one thread, before anybody uses them; then a cluster barrier. more_readers: roles of the kernel's own, in each CTA, that
+ * read every task. */
+template <class Tile> MK_DEVICE void gemm_init(GemmShared<Tile> &s, uint32_t more_readers = 0)
 {
     for (uint32_t i = 0; i < Tile::stages; i++) {
         mbar_init(smem_addr(&s.full[i]), 1);
@@ -113,7 +114,7 @@ template <class Tile> MK_DEVICE void gemm_init(GemmShared<Tile> &s)
     }
     for (uint32_t i = 0; i < kTaskSlots; i++) {
         mbar_init(smem_addr(&s.task_full[i]), 1);
-        mbar_init(smem_addr(&s.task_empty[i]), kTaskReaders * Tile::cluster);
+        mbar_init(smem_addr(&s.task_empty[i]), (kTaskReaders + more_readers) * Tile::cluster);
     }
     fence_mbar_init_release_cluster();
 }

@@ -6,13 +6,11 @@ using namespace mk;
 MK_ENTRY MK_KERNEL(kGemmThreads) mok_forward_fused(MK_KERNEL_PARAM mk_forward_params p)
 {
     ForwardShared &s = *static_cast<ForwardShared *>(shared_base());
-    ForwardProgram program = {p, s.walk, mk_table_at(&p.rank.memory, p.schedule)};
+    ForwardProgram program = {p, s, mk_table_at(&p.rank.memory, p.schedule), {}};
     const ForwardEpilogue epilogue = {p, program.t};
     const uint32_t warp = warp_idx();
-    if (thread_idx() == 0) {
-        gemm_init(s.gemm);
-        s.walk = forward_walk(p);
-    }
+    if (thread_idx() == 0)
+        forward_init(p, s);
     barrier_cluster_arrive_release();
     barrier_cluster_wait_acquire();
     if (warp >= kFirstMathWarp) {
@@ -26,6 +24,8 @@ MK_ENTRY MK_KERNEL(kGemmThreads) mok_forward_fused(MK_KERNEL_PARAM mk_forward_pa
             gemm_schedule(s.gemm, program);
         else if (warp == 2)
             forward_dispatch(p, s.walk, s.dispatch);
+        else if (warp == 3 && lane_idx() == 0)
+            forward_wait(p, program.t, s);
         sync_warp();
     }
     /* Nobody leaves while a CTA of the cluster may still arrive here or send data. */

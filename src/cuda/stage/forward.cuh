@@ -2,7 +2,8 @@
  *
  *   who            what                                                     stage
  *   warp 2         rows from their ranks into the ring, by ticket           s1_dispatch
- *   load thread    waits until a task's rows are there, then loads          (layout/depend.h)
+ *   warp 3         waits until a task's rows are there, tasks ahead         (layout/depend.h)
+ *   load thread    loads what warp 3 has found to be there
  *   math warps     gate/up and SwiGLU, or down and the push of y            s2, s3, s4, s5
  *
  * It computes what the staged launches compute, through the same stage code; only who waits for whom is new. The rank barrier
@@ -27,6 +28,7 @@ struct ForwardShared {
     GemmShared<TileForward> gemm;
     DispatchShared dispatch;
     mk_walk walk;
+    uint64_t ready[kTaskSlots]; /* one arrival of the wait role: the operands of the task in that slot are there */
 };
 static_assert(sizeof(ForwardShared) == MK_FORWARD_SHARED, "what the host asks for");
 
@@ -57,15 +59,16 @@ MK_DEVICE bool is_down(int32_t kind) { return kind == MK_TASK_DOWN || kind == MK
 /* The Program of the GEMM core (grouped.cuh) over the walk. GemmTask.kind is the task's, tag its tile. */
 struct ForwardProgram {
     const mk_forward_params &p;
-    const mk_walk &walk;
+    ForwardShared &s;
     mk_table t;
+    RingCursor<kTaskSlots> at;  /* of the load thread: the next task's place in `ready` */
 
     MK_MEMBER uint32_t next() const { return ticket_take_relaxed_gpu(&device_state(p.rank)->tickets[0], 1); }
 
     MK_MEMBER bool task(uint32_t number, uint32_t rank, GemmTask &task) const
     {
         const mk_dims &d = p.rank.dims;
-        const mk_task next = mk_walk_task(&walk, number);
+        const mk_task next = mk_walk_task(&s.walk, number);
         if (next.kind == MK_TASK_NONE)
             return false;
         const bool shared = is_shared(next.kind), down = is_down(next.kind);
@@ -87,14 +90,11 @@ struct ForwardProgram {
         return true;
     }
 
-    /* Acquire: the rows this task reads have been written, those it overwrites have been read; pairs with the releases of
-     * s1_dispatch and of ForwardEpilogue. They were written for plain loads; the copy engine reads them next. */
-    MK_MEMBER void wait_operands(const GemmTask &task) const
+    /* The load thread: what the wait role has seen. Rows were written for plain loads; the copy engine reads them next. */
+    MK_MEMBER void wait_operands(const GemmTask &)
     {
-        const mk_task as_walked = mk_task_make((mk_task_kind)task.kind, task.tag, 0);
-        mk_need need;
-        for (int i = 0; mk_task_need(&walk, &t, &p.rank.dims, as_walked, i, &need); i++)
-            wait_flag_at_least_gpu(counter_at(p.rank, need.counter, need.first), need.count, "forward: operands of a task");
+        wait_mbar(smem_addr(&s.ready[at.slot]), at.parity, "forward: operands of a task are ready");
+        at.next();
         fence_proxy_async_global();
     }
 
@@ -150,6 +150,35 @@ struct ForwardEpilogue {
             gate_up(task, acc, out);
     }
 };
+
+/* The wait role: one thread of each CTA. Finding out that a task may go on takes several dependent reads of global memory, more
+ * than the stages in flight can hide, so it is done tasks ahead of the load thread. Acquire: the rows a task reads have been written,
+ * those it overwrites have been read; pairs with the releases of s1_dispatch and of ForwardEpilogue. Handed on by the arrive. */
+MK_DEVICE void forward_wait(const mk_forward_params &p, const mk_table &t, ForwardShared &s)
+{
+    TaskReader<TileForward> tasks;
+    for (;; tasks.at.next()) {
+        const GemmTask task = tasks.wait(s.gemm);
+        const uint32_t slot = tasks.at.slot;
+        const mk_task as_walked = mk_task_make((mk_task_kind)task.kind, task.tag, 0);
+        mk_need need;
+        for (int i = 0; task.num_k_blocks != 0 && mk_task_need(&s.walk, &t, &p.rank.dims, as_walked, i, &need); i++)
+            wait_flag_at_least_gpu(counter_at(p.rank, need.counter, need.first), need.count, "forward: operands of a task");
+        mbar_arrive_release_cta(smem_addr(&s.ready[slot]));
+        tasks.release(s.gemm);
+        if (task.num_k_blocks == 0)
+            return;
+    }
+}
+
+MK_DEVICE void forward_init(const mk_forward_params &p, ForwardShared &s)
+{
+    gemm_init(s.gemm, 1);
+    for (uint32_t i = 0; i < kTaskSlots; i++)
+        mbar_init(smem_addr(&s.ready[i]), 1);
+    fence_mbar_init_release_cluster();
+    s.walk = forward_walk(p);
+}
 
 /* The dispatch role: one warp of each CTA. Rows come from the state's second ticket, in the order of the walk. */
 MK_DEVICE void forward_dispatch(const mk_forward_params &p, const mk_walk &walk, DispatchShared &shared)

@@ -54,13 +54,23 @@ MK_DEVICE void combine_columns(const mk_combine_params &p, const mk_table &t, in
         MK_UNROLL for (uint32_t i = 0; i < 8; i++)
             acc[i] = scale * y[i];
     }
-    for (int64_t k = 0; k < topk; k++) {
-        if (load(&t.own_ids[token * topk + k]) < 0)
-            continue;
-        const float weight = load(&weights[k]);
-        unpack_bf16(load(reinterpret_cast<const Vec4 *>(slots + k * hidden)), y);
-        MK_UNROLL for (uint32_t i = 0; i < 8; i++)
-            acc[i] = fused_multiply_add(weight, y[i], acc[i]);
+    constexpr int64_t batch = 4; /* rows whose loads are under way at once; the order of the sum stays k ascending */
+    for (int64_t first = 0; first < topk; first += batch) {
+        Vec4 row[batch];
+        bool there[batch];
+        MK_UNROLL for (int64_t i = 0; i < batch; i++) {
+            there[i] = first + i < topk && load(&t.own_ids[token * topk + first + i]) >= 0;
+            if (there[i])
+                row[i] = load(reinterpret_cast<const Vec4 *>(slots + (first + i) * hidden));
+        }
+        MK_UNROLL for (int64_t i = 0; i < batch; i++) {
+            if (!there[i])
+                continue;
+            const float weight = load(&weights[first + i]);
+            unpack_bf16(row[i], y);
+            MK_UNROLL for (uint32_t c = 0; c < 8; c++)
+                acc[c] = fused_multiply_add(weight, y[c], acc[c]);
+        }
     }
     store(reinterpret_cast<Vec4 *>(static_cast<bf16 *>(p.out) + token * hidden + col), pack_bf16x8(acc));
 }
