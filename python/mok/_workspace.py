@@ -79,15 +79,20 @@ def choice(name: str, value, choices: dict) -> int:
     return choices[value]
 
 
+fill: int | None = None  # for tests: what new schedule and context memory is filled with
+
+
 def allocate(num_bytes: int, device: torch.device) -> torch.Tensor:
     """Bytes at a multiple of ALIGNMENT. torch's GPU allocator gives that; on the CPU numpy's memory is cut to it, so that the tensor starts its storage."""
     if device.type == "cuda":
-        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    import numpy
+        memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    else:
+        import numpy
 
-    memory = numpy.empty(num_bytes + ALIGNMENT, dtype=numpy.uint8)
-    start = -memory.ctypes.data % ALIGNMENT
-    return torch.from_numpy(memory[start : start + num_bytes])
+        larger = numpy.empty(num_bytes + ALIGNMENT, dtype=numpy.uint8)
+        start = -larger.ctypes.data % ALIGNMENT
+        memory = torch.from_numpy(larger[start : start + num_bytes])
+    return memory if fill is None else memory.fill_(fill)
 
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:
@@ -147,7 +152,7 @@ class Workspace:
         lib.check(library.mok_workspace_config(handle, byref(self.config)))
         lib.check(library.mok_workspace_plan(handle, byref(self.plan)))
         self.first_expert, self.num_experts = self.plan.experts_first, self.plan.experts_count
-        self._tables: dict = {}
+        self._library, self._tables, self._structs = library, {}, {}
         # Without other ranks nobody needs to be met: it goes with the object. With other ranks only close() may end it, as
         # garbage collection comes at a different time on each rank.
         self._finalizer = weakref.finalize(self, library.mok_workspace_destroy, handle) if group.size == 1 else None
@@ -167,7 +172,7 @@ class Workspace:
 
     # --- passes ---------------------------------------------------------------------------------------------------------
     def stream(self) -> int | None:
-        return torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else None
+        return _raw_stream(self.device.index) if self.device.type == "cuda" else None
 
     def schedule(self, expert_ids: torch.Tensor, layer: int = 0, counts: bool = False) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """expert_ids [T, K] int32 -> the routing; with `counts` also routes per expert [E] int64, of this rank's tokens and of all ranks'."""
@@ -177,87 +182,102 @@ class Workspace:
         if counts:
             local, everywhere = torch.empty(2, self.shape.num_experts, dtype=torch.int64, device=self.device)
             args.tokens_per_expert_local, args.tokens_per_expert_global = local.data_ptr(), everywhere.data_ptr()
-        lib.check(lib.library().mok_schedule(self.handle, byref(args), self.stream()))
+        self._call("mok_schedule", byref(args))
         return memory, local, everywhere
-
-    def _forward_args(self, schedule, x, router_weights, weights: LayerWeights, layer: int):
-        args = lib.ForwardArgs(layer=layer, num_tokens=x.shape[0], schedule=schedule.data_ptr(), x=x.data_ptr())
-        args.router_weights = router_weights.data_ptr() if router_weights is not None else None
-        return args, self._point_weights(args.weights, weights)
 
     def forward(self, schedule, x, router_weights, weights: LayerWeights, context: bool, layer: int = 0, out: torch.Tensor | None = None):
         """-> out [T, H] bf16, and the context for a backward or None."""
+        args, reference = self._prepared(lib.ForwardArgs, weights)
         schedule = aligned(schedule)
-        args, alive = self._forward_args(schedule, x, router_weights, weights, layer)
         out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
         saved = allocate(self.plan.context_bytes, self.device) if context else None
-        args.out, args.context = out.data_ptr(), saved.data_ptr() if context else None
-        lib.check(lib.library().mok_forward(self.handle, byref(args), self.stream()))
-        del alive
+        args.layer, args.num_tokens, args.schedule, args.x = layer, x.shape[0], schedule.data_ptr(), x.data_ptr()
+        args.router_weights, args.out, args.context = router_weights.data_ptr(), out.data_ptr(), saved.data_ptr() if context else None
+        self._call("mok_forward", reference)
         return out, saved
 
     def recompute(self, schedule, x, weights: LayerWeights, layer: int = 0) -> torch.Tensor:
-        schedule = aligned(schedule)
-        args, alive = self._forward_args(schedule, x, None, weights, layer)
-        saved = allocate(self.plan.context_bytes, self.device)
-        args.context = saved.data_ptr()
-        lib.check(lib.library().mok_recompute(self.handle, byref(args), self.stream()))
-        del alive
+        """-> the context that the forward would have made."""
+        args, reference = self._prepared(lib.ForwardArgs, weights)
+        schedule, saved = aligned(schedule), allocate(self.plan.context_bytes, self.device)
+        args.layer, args.num_tokens, args.schedule, args.x, args.context = layer, x.shape[0], schedule.data_ptr(), x.data_ptr(), saved.data_ptr()
+        args.router_weights = args.out = None
+        self._call("mok_recompute", reference)
         return saved
 
     def backward(self, schedule, context, dout, x, router_weights, weights: LayerWeights, grads: LayerGrads, *, want_router: bool = True,
                  parts: int = lib.BACKWARD_ALL, layer: int = 0):
         """-> dx [T, H] and drouter_weights [T, K] (None unless wanted); fills `grads`."""
+        args, reference = self._prepared(lib.BackwardArgs, weights)
         schedule, context = aligned(schedule), aligned(context)
-        args = lib.BackwardArgs(layer=layer, num_tokens=x.shape[0], schedule=schedule.data_ptr(), context=context.data_ptr(), dout=dout.data_ptr(),
-                                x=x.data_ptr(), router_weights=router_weights.data_ptr(), parts=parts)
-        alive = [self._point_weights(args.weights, weights), self._point_grads(args.grads, grads)]
-        dx = drouter = None
+        args.layer, args.num_tokens, args.schedule, args.context = layer, x.shape[0], schedule.data_ptr(), context.data_ptr()
+        args.dout, args.x, args.router_weights, args.parts = dout.data_ptr(), x.data_ptr(), router_weights.data_ptr(), parts
+        args.grads = lib.Grads()
+        alive = self._point_grads(args.grads, grads)
+        dx = drouter = args.dx = args.drouter_weights = None
         if parts != lib.BACKWARD_WEIGHTS:
             dx = torch.empty_like(x, memory_format=torch.contiguous_format)
             args.dx = dx.data_ptr()
             if want_router:
                 drouter = torch.empty_like(router_weights, memory_format=torch.contiguous_format)
                 args.drouter_weights = drouter.data_ptr()
-        lib.check(lib.library().mok_backward(self.handle, byref(args), self.stream()))
+        self._call("mok_backward", reference)
         del alive
         return dx, drouter
 
+    def _call(self, name: str, reference) -> None:
+        if self.handle is None:
+            raise ValueError("this workspace is closed")
+        status = getattr(self._library, name)(self.handle, reference, self.stream())
+        if status:
+            lib.check(status)
+
     # --- pointers -------------------------------------------------------------------------------------------------------
+    def _prepared(self, kind, weights: LayerWeights):
+        """An argument struct with these weights in place, and a reference to it. Filling in pointers is most of what a call costs Python, so structs
+        are kept by the addresses in them; each call overwrites all other fields."""
+        key = (kind, _address(weights.gate), _address(weights.up), _address(weights.down), _address(weights.shared_gate), _address(weights.shared_up),
+               _address(weights.shared_down), _address(weights.shared_output_gate))
+        found = self._structs.get(key)
+        if found is None:
+            args = kind()
+            alive = [self._point(getattr(args.weights, name), getattr(weights, name)) for name in lib.WEIGHT_NAMES]
+            args.weights.shared_output_gate = key[-1]
+            if len(self._structs) > 256:
+                self._structs.clear()
+            found = self._structs[key] = (args, byref(args), [t for t in alive if t is not None])
+        return found[0], found[1]
+
     def _table(self, pointers: tuple) -> torch.Tensor:
         """Pointers in memory that the backend can address. Made once per set of addresses."""
         table = self._tables.get(pointers)
         if table is None:
             table = torch.tensor(pointers, dtype=torch.int64).to(self.device)
-            if len(self._tables) > 64:
+            if len(self._tables) > 256:
                 self._tables.clear()
             self._tables[pointers] = table
         return table
 
     def _point(self, to, weight) -> torch.Tensor | None:
-        if weight is None:
-            return None
-        if isinstance(weight, torch.Tensor):
-            to.packed = weight.data_ptr()
-            return weight
-        if not len(weight):
-            return None
-        table = self._table(tuple(0 if w is None else w.data_ptr() for w in weight))
-        to.experts = table.data_ptr()
-        return table
-
-    def _point_weights(self, to: lib.Weights, weights: LayerWeights) -> list:
-        alive = [self._point(getattr(to, name), getattr(weights, name)) for name in lib.WEIGHT_NAMES]
-        if weights.shared_output_gate is not None:
-            to.shared_output_gate = weights.shared_output_gate.data_ptr()
-        return alive
+        """Fills a mok_weight or mok_grad; returns the table of pointers that it now points to, if it does."""
+        address = _address(weight)
+        if not isinstance(address, tuple):
+            to.packed = address
+        elif address:
+            table = self._table(address)
+            to.experts = table.data_ptr()
+            return table
+        return None
 
     def _point_grads(self, to: lib.Grads, grads: LayerGrads) -> list:
         alive = []
         for name in (*lib.WEIGHT_NAMES, "shared_output_gate"):
-            grad, target = getattr(grads, name), getattr(to, name)
+            grad = getattr(grads, name)
+            if grad is None:
+                continue
+            target = getattr(to, name)
             alive.append(self._point(target, grad))
-            first = grad if isinstance(grad, torch.Tensor) else next((g for g in grad or () if g is not None), None)
+            first = grad if isinstance(grad, torch.Tensor) else next((g for g in grad if g is not None), None)
             target.dtype = lib.FP32 if first is not None and first.dtype == torch.float32 else lib.BF16
             target.accumulate = name in grads.accumulate
         return alive
@@ -276,6 +296,21 @@ class Workspace:
         info = lib.ScheduleInfo()
         lib.check(lib.library().mok_schedule_query(self.handle, aligned(schedule).data_ptr(), byref(info)))
         return info
+
+
+def _address(weight):
+    if weight is None:
+        return None
+    if isinstance(weight, torch.Tensor):
+        return weight.data_ptr()
+    return tuple(0 if w is None else w.data_ptr() for w in weight)
+
+
+def _current_stream(index: int) -> int:
+    return torch.cuda.current_stream(index).cuda_stream
+
+
+_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", _current_stream)
 
 
 class on_device:

@@ -1,0 +1,162 @@
+"""Engines: a layer's shape and its group, and the workspaces opened for them. All layers of one shape and group share one engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import torch
+
+from . import _library as lib
+from . import _replay
+from ._group import Group, find_group
+from ._workspace import Shape, Workspace, refuse_capture
+
+_engines: dict[tuple, "Engine"] = {}
+_by_handle: dict[str, "Engine"] = {}
+_numbers = itertools.count()
+
+
+class Engine:
+    """What operators know a layer by: `handle` is a word that a compiled graph can carry.
+
+    With max_tokens the workspace is opened at the first call, or by prepare(), and serves up to that many tokens per rank. Without it
+    (0), a process alone opens one for each power of two that it meets; several ranks agree at their first call, once, on the power of two
+    above the largest of their token counts.
+    """
+
+    def __init__(self, shape: Shape, group: Group):
+        self.shape, self.group, self.device = shape, group, group.device
+        self.handle = f"mok{next(_numbers)}"
+        self.first_expert, self.num_local_experts = lib.expert_range(shape.num_experts, group.size, group.rank)
+        self._open: dict[int, Workspace] = {}
+        self._fixed = shape.max_tokens
+        self._plan = None
+        if self._fixed:
+            self.plan()  # refuses what is wrong, here and not in the middle of a step
+        else:
+            lib.plan(dataclasses.replace(shape, max_tokens=1).config(self.device.type, group.timeout), group.size, group.rank)
+        _by_handle[self.handle] = self
+
+    def __repr__(self):
+        return f"mok.Engine({self.shape}, {self.group})"
+
+    def plan(self) -> lib.Plan:
+        """Sizes of the workspace, the schedule and the context. Needs max_tokens."""
+        if not self._fixed:
+            raise ValueError("max_tokens is not known: give it (torch.compile and CUDA graphs need it), or run the layer once before")
+        if self._plan is None:
+            self._plan = lib.plan(dataclasses.replace(self.shape, max_tokens=self._fixed).config(self.device.type, self.group.timeout), self.group.size,
+                                  self.group.rank)
+        return self._plan
+
+    def prepare(self, max_tokens: int | None = None) -> Workspace:
+        """Opens the workspace now. Collective, blocks; call it before a CUDA graph is captured."""
+        if max_tokens:
+            if self._fixed and self._fixed != max_tokens:
+                raise ValueError(f"max_tokens is {max_tokens}, but this engine was made for {self._fixed}")
+            self._fixed = max_tokens
+        self.plan()
+        return self.workspace(0)
+
+    def workspace(self, tokens: int) -> Workspace:
+        """The one for a call with so many tokens: a pure function of them, so that a schedule meets the workspace that made it."""
+        most = self._fixed or self._choose(tokens)
+        found = self._open.get(most)
+        if found is None:
+            found = self._open[most] = Workspace(dataclasses.replace(self.shape, max_tokens=most), self.group)
+        return found
+
+    def _choose(self, tokens: int) -> int:
+        if self.group.size == 1:
+            return _power_of_two(tokens)
+        refuse_capture(self.device)
+        if self.group.provider is None:
+            raise ValueError("max_tokens is not given: ranks that are threads of one process need it")
+        self._fixed = max(_power_of_two(record["tokens"]) for record in self.group.provider.exchange({"tokens": tokens}))
+        return self._fixed
+
+    def schedule(self, expert_ids: torch.Tensor, layer: int = 0) -> torch.Tensor:
+        """expert_ids [T, K], int32 or int64 -> the routing as an opaque tensor, for `moe(..., schedule=...)`. -1 drops a route."""
+        ids = as_ids(expert_ids, self.shape.topk)
+        if traced(ids):
+            return torch.ops.mok.schedule(ids, self.handle, layer)
+        return self.workspace(ids.shape[0]).schedule(ids, layer)[0]
+
+    def schedule_with_counts(self, expert_ids: torch.Tensor, layer: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Also routes per expert [E] int64: of this rank's tokens, and of all ranks'."""
+        return torch.ops.mok.schedule_with_counts(as_ids(expert_ids, self.shape.topk), self.handle, layer)
+
+    def route_once(self, expert_ids: torch.Tensor, layer: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """-> ids and schedule; when activation checkpointing runs a region again, those of the first run, and no rank meets another."""
+        if torch.compiler.is_compiling():
+            return expert_ids, self.schedule(expert_ids, layer)
+        return _replay.once((self.handle, layer), lambda: (expert_ids, self.schedule(expert_ids, layer)))
+
+    def wait(self) -> None:
+        """Blocks until all work is done; raises what the device has found wrong."""
+        for workspace in self._open.values():
+            workspace.wait()
+
+    def stats(self) -> dict[str, int]:
+        """Counters of mok_stats, summed over the workspaces. Blocks."""
+        total: dict[str, int] = {}
+        for workspace in self._open.values():
+            stats = workspace.stats()
+            for name, *_ in lib.Stats._fields_[2:]:
+                total[name] = total.get(name, 0) + getattr(stats, name)
+        return total
+
+    def close(self) -> None:
+        """Collective. Gives the memory back; the next call opens it again."""
+        opened, self._open = self._open, {}
+        for workspace in opened.values():
+            workspace.close()
+
+
+def traced(tensor: torch.Tensor) -> bool:
+    """Is somebody watching who has to see an operator: a compiler, a dispatch mode, a transform, a tensor subclass? If not, calls take the short way."""
+    return (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or type(tensor) not in (torch.Tensor, torch.nn.Parameter)
+            or torch._C._functorch.peek_interpreter_stack() is not None)
+
+
+def _power_of_two(tokens: int) -> int:
+    return 1 << max(7, (tokens - 1).bit_length() if tokens > 1 else 0)
+
+
+def find_engine(shape: Shape, group: Group) -> Engine:
+    key = (shape, group)
+    return _engines.get(key) or _engines.setdefault(key, Engine(shape, group))
+
+
+def engine(group=None, device=None, timeout: float | None = None, **shape) -> Engine:
+    """The engine of a shape (arguments of mok.Shape) and a group: a process group, a mok.Group, or None for this process alone."""
+    shape.setdefault("max_tokens", 0)
+    return find_engine(Shape(**shape), find_group(group, device, timeout))
+
+
+def by_handle(handle: str) -> Engine:
+    found = _by_handle.get(handle)
+    if found is None:
+        raise ValueError(f"there is no engine {handle!r} in this process: a compiled graph of another process?")
+    return found
+
+
+def close_all() -> None:
+    """Collective over every group in use: gives back all workspaces."""
+    for found in list(_by_handle.values()):
+        found.close()
+
+
+def as_ids(expert_ids: torch.Tensor, topk: int) -> torch.Tensor:
+    """[..., K] of any whole-number type as dense [T, K] int32; what does not fit 32 bits stays out of range."""
+    if not isinstance(expert_ids, torch.Tensor):
+        raise TypeError(f"expert_ids is a {type(expert_ids).__name__}: it must be a tensor")
+    if expert_ids.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"expert_ids is {expert_ids.dtype}: it must be int32 or int64")
+    if expert_ids.dim() < 2 or expert_ids.shape[-1] != topk:
+        raise ValueError(f"expert_ids is {list(expert_ids.shape)}: it must be [T, {topk}]")
+    ids = expert_ids.reshape(-1, topk)
+    if ids.dtype == torch.int64:
+        ids = ids.clamp(-(2**31), 2**31 - 1).to(torch.int32)
+    return ids.contiguous()
