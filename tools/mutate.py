@@ -46,7 +46,8 @@ WRONG = [
     ("gemm/load.cuh", "(full, ", "kStageBytes<Tile>", ["kStageBytes<Tile> - 16", "kStageBytes<Tile> + 16"]),
     ("gemm/load.cuh", "in.b_high, x, ", "task.col + in.b_high_row", ["task.col"]),
     ("gemm/tile.cuh", "s.empty[i]), ", "kWarpsPerTile<Tile> * Tile::cluster", ["kWarpsPerTile<Tile> * Tile::cluster - 1", "kWarpsPerTile<Tile> * Tile::cluster + 1"]),
-    ("gemm/tile.cuh", "s.task_empty[i]), ", "kTaskReaders * Tile::cluster", ["kTaskReaders * Tile::cluster - 1", "kTaskReaders * Tile::cluster + 1"]),
+    ("gemm/tile.cuh", "s.task_empty[i]), ", "(kTaskReaders + more_readers) * Tile::cluster",
+     ["(kTaskReaders + more_readers) * Tile::cluster - 1", "(kTaskReaders + more_readers) * Tile::cluster + 1"]),
     ("gemm/tile.cuh", "parity ^= ", "slot / Slots & 1", ["0"]),
 ]
 

@@ -210,7 +210,7 @@ TEST(load_of_plain_global_writes_without_a_fence)
 }
 TEST(read_before_the_copy_has_landed)
 {
-    expect_report("still under way", threads(1), [](Memory &m) {
+    expect_report("a plain read of shared offset 1024", threads(1), [](Memory &m) {  /* under way, or landed but not waited for */
         const uint32_t bar = init_bar();
         mbar_arrive_expect_tx_release_cta(bar, 64);
         bulk_load(smem_addr(shared()) + 1024, m.source.device(), 64, bar);
@@ -324,7 +324,7 @@ TEST(flag_raised_when_the_store_has_only_read_its_source)
         if (thread_idx() == 0) {
             store_shared_b128(smem_addr(shared()), {1, 2, 3, 4});
             fence_proxy_async_shared_cta();
-            bulk_store(m.sink.device(), smem_addr(shared()), 16);
+            bulk_store(m.source.device(), smem_addr(shared()), 16);
             bulk_commit();
             bulk_wait_read<0>();
             for (int i = 0; i < 3000; i++)
@@ -332,7 +332,7 @@ TEST(flag_raised_when_the_store_has_only_read_its_source)
             flag_add_release_gpu(m.flag.device(), 1);
         } else if (thread_idx() == 32) {
             wait_flag_at_least_gpu(m.flag.device(), 1, "the row");
-            (void)load(m.sink.device());
+            (void)load(m.source.device());
         }
         barrier_block_sync();
         bulk_wait<0>();
