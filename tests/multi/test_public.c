@@ -680,8 +680,11 @@ TEST(N7_router_gradients_over_four_ranks)
     run_against_oracle("K = 4 over 4 ranks", &p, &o, &r);
     if (!rig_references_make(&refs, &p))
         exit(1);
+    double chain = 0; /* what the bf16 chain is wrong by, on average */
+    for (int64_t i = 0; i < 200; i++)
+        chain += pow(refs.chain.drouter_weights[i] - refs.exact.drouter_weights[i], 2) / 200;
     for (int64_t i = 0; i < 200; i++) /* each by itself, not only their norm: none is missing, none is another's */
-        if (fabs(r.drouter_weights[i] - refs.exact.drouter_weights[i]) > 0.03 * (1 + fabs(refs.exact.drouter_weights[i])))
+        if (fabs(r.drouter_weights[i] - refs.exact.drouter_weights[i]) > 10 * sqrt(chain))
             TEST_FAILED("dw[%lld] is %g; expected %g", (long long)i, (double)r.drouter_weights[i], refs.exact.drouter_weights[i]);
     rig_references_free(&refs);
     layer_result_free(&r);
