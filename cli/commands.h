@@ -7,7 +7,8 @@
     X(info, "what this library can run here: backends, devices, limits")                                            \
     X(plan, "what a layer will cost, before anything is allocated")                                                 \
     X(check, "numerics against float64, and the same bits for any ranks, ring, minibatch and save policy")          \
-    X(bench, "times of a layer's passes, and the GEMM beside OpenBLAS")
+    X(bench, "times of a layer's passes, and the GEMM beside OpenBLAS")                                             \
+    X(train, "a small language model over several ranks, with the same bits for any number of them")
 
 #define COMMAND_DECLARE(name, summary) int command_##name(int argc, char **argv);
 COMMAND_LIST(COMMAND_DECLARE)
