@@ -63,8 +63,8 @@ mk_rows mk_rows_of_task(const mk_cpu_run *run, mk_task task)
     int64_t first = (int64_t)task.tile * MK_ROW_TILE;
     if (shared)
         return (mk_rows){true, 0, mk_min(MK_ROW_TILE, run->call->num_tokens - first), first, -1, d->shared_intermediate};
-    int64_t e = mk_expert_of_tile(&run->table, d->experts_count, task.tile);
-    return (mk_rows){false, e, mk_valid_rows(&run->table, e, task.tile), mk_ring_row(run, task.tile), first, d->intermediate};
+    int64_t e = mk_expert_of_tile(&run->table, task.tile);
+    return (mk_rows){false, e, mk_valid_rows(&run->table, task.tile), mk_ring_row(run, task.tile), first, d->intermediate};
 }
 
 /* --- the walk ------------------------------------------------------------------------------------------------------- */
@@ -93,7 +93,7 @@ static void finish_task(mk_cpu_run *run, mk_task task)
         return;
     uint32_t amount = 1;
     if (task.kind == MK_TASK_DISPATCH)
-        amount = (uint32_t)mk_valid_rows(&run->table, mk_expert_of_tile(&run->table, run->d->experts_count, task.tile), task.tile);
+        amount = (uint32_t)mk_valid_rows(&run->table, task.tile);
     uint32_t done = mk_cpu_signal(run, counter, task.tile, amount);
     if (task.kind != MK_TASK_WGRAD || done != (uint32_t)run->walk.grid.wgrad || !run->grads->ready)
         return;

@@ -33,8 +33,7 @@ static void pull_row(mk_cpu_run *run, const mk_row *row, int64_t to, bool x, boo
 /* All rows of an earlier tile have arrived. */
 static bool wait_tile(mk_cpu_run *run, int64_t tile)
 {
-    int64_t expert = mk_expert_of_tile(&run->table, run->d->experts_count, tile);
-    return mk_cpu_wait_counter(run, MK_COUNTER_s1_rows_arrived, tile, (uint32_t)mk_valid_rows(&run->table, expert, tile));
+    return mk_cpu_wait_counter(run, MK_COUNTER_s1_rows_arrived, tile, (uint32_t)mk_valid_rows(&run->table, tile));
 }
 
 void mk_cpu_s1_dispatch(mk_cpu_run *run, mk_task task)

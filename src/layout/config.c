@@ -6,6 +6,8 @@
 
 enum { MAX_TOPK = 64, MAX_RANKS = 4096 };
 static const int64_t max_width = 1 << 20, max_experts = 1 << 20, max_rows = INT32_MAX - MK_ROW_TILE;
+/* So that the tasks of one minibatch are counted in 31 bits (layout/walk.h): 2^13 tiles times at most 2^14 parts. */
+static const int64_t max_minibatch = 1 << 20;
 
 mk_machine mk_default_machine(mok_backend_id backend)
 {
@@ -93,8 +95,8 @@ static mok_status check_options(const mok_config *c)
     MK_TRY(check_range("save", c->save, MOK_SAVE_AUTO, MOK_SAVE_ROWS));
     MK_TRY(check_range("save_rows", c->save_rows, 0, max_rows));
     MK_TRY(check_range("ring_rows", c->ring_rows, 0, max_rows));
-    MK_TRY(check_range("minibatch_rows", c->minibatch_rows, 0, max_rows));
-    MK_TRY(check_range("minibatch_rows_bwd", c->minibatch_rows_bwd, 0, max_rows));
+    MK_TRY(check_range("minibatch_rows", c->minibatch_rows, 0, max_minibatch));
+    MK_TRY(check_range("minibatch_rows_bwd", c->minibatch_rows_bwd, 0, max_minibatch));
     MK_TRY(check_range("backend", c->backend, MOK_BACKEND_AUTO, MOK_BACKEND_CUDA));
     MK_TRY(check_range("comm_sms", c->comm_sms, 0, 1024));
     MK_TRY(check_range("comm_sms_bwd", c->comm_sms_bwd, 0, 1024));
@@ -138,7 +140,7 @@ static int64_t choose_minibatch(const mok_config *c, mk_machine machine, bool ba
     rows = mk_min(rows, mk_round_up(mk_max(capacity_rows, 1), MK_CLUSTER_ROWS));
     if (c->ring_rows) /* half of the ring, which may be a single tile */
         rows = mk_min(rows, mk_max(c->ring_rows / 2 / MK_ROW_TILE, 1) * MK_ROW_TILE);
-    return rows;
+    return mk_min(rows, max_minibatch);
 }
 
 static int64_t expected_rows(const mok_config *c, int32_t num_ranks, int64_t experts_count)

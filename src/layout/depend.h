@@ -54,9 +54,9 @@ MK_FN int mk_dispatch_need(const mk_walk *w, const mk_table *t, int64_t old, int
 }
 
 /* A tile's rows have all arrived. */
-MK_FN int mk_need_rows(const mk_table *t, int64_t experts_count, int64_t tile, int *index, mk_need *need)
+MK_FN int mk_need_rows(const mk_table *t, int64_t tile, int *index, mk_need *need)
 {
-    return mk_need_pick(need, index, MK_COUNTER_s1_rows_arrived, tile, tile + 1, mk_valid_rows(t, mk_expert_of_tile(t, experts_count, tile), tile));
+    return mk_need_pick(need, index, MK_COUNTER_s1_rows_arrived, tile, tile + 1, mk_valid_rows(t, tile));
 }
 
 /* The index-th need of a task (0, 1, …); 0: there are no more. A dispatch also waits, row by row, for the tiles it copies from. */
@@ -76,14 +76,14 @@ MK_FN int mk_task_need(const mk_walk *w, const mk_table *t, const mk_dims *d, mk
         old = mk_tile_before(w, d->ring_tiles, tile);
         return old >= 0 && mk_dispatch_need(w, t, old, index, need);
     case MK_TASK_GATE_UP:
-        if (mk_need_rows(t, d->experts_count, tile, &index, need))
+        if (mk_need_rows(t, tile, &index, need))
             return 1;
         old = w->pass == MK_PASS_FORWARD ? mk_tile_before(w, d->ring_tiles, tile) : -1; /* h of the slot's old tile has been read */
         return old >= 0 && mk_need_pick(need, &index, MK_COUNTER_s4_tasks_done, old, old + 1, mk_raised(g, g->down));
     case MK_TASK_DOWN:
         return mk_need_pick(need, &index, MK_COUNTER_s2_tasks_done, tile, tile + 1, mk_raised(g, g->gate_up));
     case MK_TASK_DGRAD_DOWN:
-        return mk_need_rows(t, d->experts_count, tile, &index, need) ||
+        return mk_need_rows(t, tile, &index, need) ||
                mk_need_pick(need, &index, MK_COUNTER_s2_tasks_done, tile, tile + 1, mk_is_replayed(w, tile) ? mk_raised(g, g->gate_up) : 0);
     case MK_TASK_DGRAD_GATE_UP:
         return mk_need_pick(need, &index, MK_COUNTER_s4_bwd_tasks_done, tile, tile + 1, mk_raised(g, g->dgrad_down));

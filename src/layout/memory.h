@@ -73,6 +73,7 @@ typedef struct mk_call_head {
     X(SCHEDULE, segment_tile, 4, (d)->experts_count + 1)         /* [El+1] int32: first tile of each segment */             \
     X(SCHEDULE, segment_rows, 4, (d)->experts_count)             /* [El] int32: valid rows */                               \
     X(SCHEDULE, rows, sizeof(mk_row), MK_TILE_ROWS(d))           /* the row table */                                        \
+    X(SCHEDULE, tiles, sizeof(mk_tile), (d)->capacity_tiles)     /* expert and valid rows of each tile */                   \
     X(SCHEDULE, copies_out_fwd, 4, (d)->capacity_tiles)          /* [tiles] int32: rows elsewhere copied from this tile */  \
     X(SCHEDULE, copies_out_bwd, 4, (d)->capacity_tiles)                                                                     \
     X(SCHEDULE, piece_of_tile, 4, (d)->capacity_tiles)           /* [tiles] int32: weight-gradient piece */                 \

@@ -12,8 +12,23 @@ typedef struct mk_piece_plan {
     mk_piece *pieces;
     int32_t *piece_of_tile;                     /* [num_tiles] */
     int32_t *piece_first;                       /* [minibatches + 1] */
+    mk_tile *tiles;                             /* [num_tiles] or NULL */
     int32_t last_continued;                     /* running: the last piece so far that went on from the partial sum, or -1 */
+    int32_t fill_later;                         /* the caller calls mk_piece_fill for each piece, from several threads */
 } mk_piece_plan;
+
+/* What is known of a piece's tiles. */
+MK_FN void mk_piece_fill(const mk_piece_plan *p, int32_t index)
+{
+    int64_t expert = p->pieces[index].expert, start = p->segment_tile[expert], t;
+    for (t = p->pieces[index].tile_first; t < p->pieces[index].tile_end; t++) {
+        p->piece_of_tile[t] = index;
+        if (!p->tiles)
+            continue;
+        p->tiles[t].expert = (int32_t)expert;
+        p->tiles[t].rows = (int32_t)mk_min(p->segment_rows[expert] - (t - start) * MK_ROW_TILE, MK_ROW_TILE);
+    }
+}
 
 MK_FN void mk_piece_emit(mk_piece_plan *p, int32_t index, int64_t expert, int64_t first, int64_t end, int64_t minibatch)
 {
@@ -30,8 +45,8 @@ MK_FN void mk_piece_emit(mk_piece_plan *p, int32_t index, int64_t expert, int64_
     piece->after = !piece->is_first ? index - 1 : !piece->is_last ? p->last_continued : -1;
     if (!piece->is_first)
         p->last_continued = index;
-    for (int64_t t = first; t < end; t++)
-        p->piece_of_tile[t] = index;
+    if (!p->fill_later)
+        mk_piece_fill(p, index);
 }
 
 /* Returns the number of pieces: at most experts + minibatches. An expert without rows gets an empty piece, whose tasks write zeros. */

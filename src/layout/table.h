@@ -21,6 +21,12 @@ typedef struct mk_row {
     int32_t copy_bwd;  /* the same for the backward */
 } mk_row;
 
+/* A tile of the table. */
+typedef struct mk_tile {
+    int32_t expert;    /* local index */
+    int32_t rows;      /* valid ones */
+} mk_tile;
+
 /* A weight-gradient piece: the rows of one expert that one set of tasks sums up. An expert has one piece, or several where the ring
  * cuts its segment; pieces of an expert follow each other, each continuing from the fp32 sum of the one before. */
 typedef struct mk_piece {

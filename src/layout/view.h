@@ -10,6 +10,7 @@ typedef struct mk_table {
     int32_t *own_ids;                            /* [T, K] */
     int32_t *segment_tile, *segment_rows;        /* [El + 1], [El] */
     mk_row *rows;                                /* [tiles * MK_ROW_TILE] */
+    mk_tile *tiles;                              /* [tiles] */
     int32_t *copies_out_fwd, *copies_out_bwd;    /* [tiles] */
     int32_t *piece_of_tile, *piece_first;        /* [tiles], [minibatches + 1] */
     mk_piece *pieces;
@@ -25,6 +26,7 @@ MK_FN mk_table mk_table_at(const mk_memory *m, void *schedule)
     t.segment_tile = (int32_t *)(base + m->segment_tile);
     t.segment_rows = (int32_t *)(base + m->segment_rows);
     t.rows = (mk_row *)(base + m->rows);
+    t.tiles = (mk_tile *)(base + m->tiles);
     t.copies_out_fwd = (int32_t *)(base + m->copies_out_fwd);
     t.copies_out_bwd = (int32_t *)(base + m->copies_out_bwd);
     t.piece_of_tile = (int32_t *)(base + m->piece_of_tile);
@@ -33,16 +35,8 @@ MK_FN mk_table mk_table_at(const mk_memory *m, void *schedule)
     return t;
 }
 
-/* Local expert whose segment holds a table tile. O(log El). Skips experts without rows. */
-MK_FN int64_t mk_expert_of_tile(const mk_table *t, int64_t experts_count, int64_t tile)
-{
-    return mk_find_interval32(t->segment_tile, experts_count, tile);
-}
-
-/* Valid rows of a table tile: MK_ROW_TILE but in a segment's last tile. */
-MK_FN int64_t mk_valid_rows(const mk_table *t, int64_t expert, int64_t tile)
-{
-    return mk_min(t->segment_rows[expert] - (tile - t->segment_tile[expert]) * MK_ROW_TILE, MK_ROW_TILE);
-}
+/* Local expert whose segment holds a table tile, and the tile's valid rows: MK_ROW_TILE but in a segment's last tile. One read. */
+MK_FN int64_t mk_expert_of_tile(const mk_table *t, int64_t tile) { return t->tiles[tile].expert; }
+MK_FN int64_t mk_valid_rows(const mk_table *t, int64_t tile) { return t->tiles[tile].rows; }
 
 #endif

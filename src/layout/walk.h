@@ -15,7 +15,8 @@
  *   [dispatch 0][gate_up 0: rows not saved][dgrad_down 0]  [dispatch 1][gate_up 1][dgrad_down 1][dgrad_gate_up 0][wgrad 0] …
  *
  * Inside a minibatch the forward takes tiles in descending order, the backward ascending, so that "earlier in the walk" is
- * one direction of the table everywhere.
+ * one direction of the table everywhere. GEMM tasks of a minibatch come in groups of grid.group_tiles tiles: for each part, the group's
+ * tiles. The first minibatch has groups of a quarter of that, because nobody has anything else to do until its rows are there.
  *
  * Why it cannot deadlock: a task of minibatch m overwrites ring slots of tiles that lie ring_tiles before it. With a ring of two
  * minibatches or more these belong to minibatch m-2 or earlier, whose last readers (down, dgrad_gate_up, wgrad) come before
@@ -54,6 +55,7 @@ typedef struct mk_grid {
     int32_t shared_wgrad;                                                         /* in all */
     int32_t dispatch, gate_up, down, dgrad_down, dgrad_gate_up;                   /* per table tile */
     int32_t wgrad;                                                                /* per piece */
+    int32_t group_tiles; /* so many tiles take turns at each part, so that they share weights in a cache; 0 stands for 1 */
     int32_t raises;      /* how often one finished GEMM task raises its counter (CTAs x warps on a GPU); 0 stands for 1 */
 } mk_grid;
 
@@ -123,6 +125,25 @@ MK_FN void mk_walk_count(mk_walk *w)
         w->num_tasks = w->shared_tasks + w->num_pieces * g->wgrad;
 }
 
+/* The same for GEMM tasks, which come in groups of units. Inside a step numbers fit 31 bits (layout/config.c bounds the minibatch). */
+MK_FN int mk_walk_take_grouped(int64_t *number, int64_t count, int32_t grid, int32_t group, int64_t *unit, int32_t *part)
+{
+    int64_t tasks = count * grid;
+    uint32_t n, first, units;
+    if (*number >= tasks) {
+        *number -= tasks;
+        return 0;
+    }
+    n = (uint32_t)*number;
+    group = group > 1 ? group : 1;
+    first = n / (uint32_t)(group * grid) * (uint32_t)group; /* unit */
+    units = (uint32_t)count - first < (uint32_t)group ? (uint32_t)count - first : (uint32_t)group;
+    n -= first * (uint32_t)grid;
+    *unit = first + n % units;
+    *part = (int32_t)(n / units);
+    return 1;
+}
+
 /* Cuts `count` units of `grid` tasks off the number; true if it lies in them. */
 MK_FN int mk_walk_take(int64_t *number, int64_t count, int32_t grid, int64_t *unit, int32_t *part)
 {
@@ -150,26 +171,27 @@ MK_FN mk_task mk_walk_shared_task(const mk_walk *w, int64_t number)
     const mk_grid *g = &w->grid;
     int64_t unit = 0, n = w->shared_tiles;
     int32_t part = 0;
-    if (mk_walk_take(&number, n, g->shared_gate_up, &unit, &part))
+    if (mk_walk_take_grouped(&number, n, g->shared_gate_up, g->group_tiles, &unit, &part))
         return mk_task_make(MK_TASK_SHARED_GATE_UP, unit, part);
-    if (mk_walk_take(&number, n, g->shared_down, &unit, &part))
+    if (mk_walk_take_grouped(&number, n, g->shared_down, g->group_tiles, &unit, &part))
         return mk_task_make(MK_TASK_SHARED_DOWN, unit, part);
-    if (mk_walk_take(&number, n, g->shared_dgrad_down, &unit, &part))
+    if (mk_walk_take_grouped(&number, n, g->shared_dgrad_down, g->group_tiles, &unit, &part))
         return mk_task_make(MK_TASK_SHARED_DGRAD_DOWN, unit, part);
-    if (mk_walk_take(&number, n, g->shared_dgrad_gate_up, &unit, &part))
+    if (mk_walk_take_grouped(&number, n, g->shared_dgrad_gate_up, g->group_tiles, &unit, &part))
         return mk_task_make(MK_TASK_SHARED_DGRAD_GATE_UP, unit, part);
     return mk_task_make(MK_TASK_SHARED_WGRAD, 0, (int32_t)number);
 }
 
-/* The task with this number; kind NONE at num_tasks and beyond. O(log minibatches). */
-MK_FN mk_task mk_walk_task(const mk_walk *w, int64_t number)
+/* Step m with before(m) <= number < before(m + 1): O(1) in the forward, whose steps are alike from the third on, else O(log minibatches). */
+MK_FN int64_t mk_walk_step(const mk_walk *w, int64_t number)
 {
-    const mk_grid *g = &w->grid;
-    if (number >= w->num_tasks)
-        return mk_task_make(MK_TASK_NONE, 0, 0);
-    if (number < w->shared_tasks)
-        return mk_walk_shared_task(w, number);
-    int64_t low = 0, high = w->num_minibatches + 1; /* step m with before(m) <= number < before(m + 1) */
+    int64_t low = 0, high = w->num_minibatches + 1;
+    if (w->pass != MK_PASS_BACKWARD && high > 2) {
+        int64_t third = mk_walk_before_step(w, 2), each = w->mb_tiles * (w->grid.dispatch + w->grid.gate_up + w->grid.down);
+        if (number >= third)
+            return mk_min(2 + (number - third) / each, w->num_minibatches);
+        high = 2;
+    }
     while (high - low > 1) {
         int64_t middle = (low + high) / 2;
         if (mk_walk_before_step(w, middle) <= number)
@@ -177,9 +199,21 @@ MK_FN mk_task mk_walk_task(const mk_walk *w, int64_t number)
         else
             high = middle;
     }
-    int64_t m = low, lead_first = 0, lead_end = 0, lag_first = 0, lag_end = 0, unit = 0;
+    return low;
+}
+
+/* The task with this number; kind NONE at num_tasks and beyond. */
+MK_FN mk_task mk_walk_task(const mk_walk *w, int64_t number)
+{
+    const mk_grid *g = &w->grid;
+    if (number >= w->num_tasks)
+        return mk_task_make(MK_TASK_NONE, 0, 0);
+    if (number < w->shared_tasks)
+        return mk_walk_shared_task(w, number);
+    int64_t m = mk_walk_step(w, number), lead_first = 0, lead_end = 0, lag_first = 0, lag_end = 0, unit = 0;
     int32_t part = 0;
     int backward = w->pass == MK_PASS_BACKWARD;
+    int32_t lead_group = m == 0 ? g->group_tiles / 4 : g->group_tiles, lag_group = g->group_tiles;
     number -= mk_walk_before_step(w, m);
     if (m < w->num_minibatches)
         mk_walk_minibatch(w, m, &lead_first, &lead_end);
@@ -190,17 +224,17 @@ MK_FN mk_task mk_walk_task(const mk_walk *w, int64_t number)
     if (mk_walk_take(&number, lead, g->dispatch, &unit, &part))
         return mk_task_make(MK_TASK_DISPATCH, MK_TILE_AT(lead_first, lead_end), part);
     if (!backward) {
-        if (mk_walk_take(&number, lead, g->gate_up, &unit, &part))
+        if (mk_walk_take_grouped(&number, lead, g->gate_up, lead_group, &unit, &part))
             return mk_task_make(MK_TASK_GATE_UP, MK_TILE_AT(lead_first, lead_end), part);
-        mk_walk_take(&number, lag, g->down, &unit, &part);
+        mk_walk_take_grouped(&number, lag, g->down, lag_group, &unit, &part);
         return mk_task_make(MK_TASK_DOWN, MK_TILE_AT(lag_first, lag_end), part);
     }
     int64_t replay_first = mk_max(lead_first, w->replay_from);
-    if (mk_walk_take(&number, mk_max(lead_end - replay_first, 0), g->gate_up, &unit, &part))
+    if (mk_walk_take_grouped(&number, mk_max(lead_end - replay_first, 0), g->gate_up, lead_group, &unit, &part))
         return mk_task_make(MK_TASK_GATE_UP, replay_first + unit, part);
-    if (mk_walk_take(&number, lead, g->dgrad_down, &unit, &part))
+    if (mk_walk_take_grouped(&number, lead, g->dgrad_down, lead_group, &unit, &part))
         return mk_task_make(MK_TASK_DGRAD_DOWN, lead_first + unit, part);
-    if (mk_walk_take(&number, lag, g->dgrad_gate_up, &unit, &part))
+    if (mk_walk_take_grouped(&number, lag, g->dgrad_gate_up, lag_group, &unit, &part))
         return mk_task_make(MK_TASK_DGRAD_GATE_UP, lag_first + unit, part);
 #undef MK_TILE_AT
     if (m > 0)

@@ -206,7 +206,7 @@ static inline int64_t stage_each(stage *s, mk_task_kind kind, void (*stage_fn)(m
 static inline bool stage_valid(const stage *s, int64_t row) { return s->run.table.rows[row].src_rank >= 0; }
 static inline int64_t stage_expert(const stage *s, int64_t row)
 {
-    return mk_expert_of_tile(&s->run.table, s->run.d->experts_count, row / MK_ROW_TILE);
+    return mk_expert_of_tile(&s->run.table, row / MK_ROW_TILE);
 }
 /* Fills every valid row of a [ring, width] buffer; padding stays NaN. */
 static inline void stage_fill_rows(stage *s, mk_bf16 *ring, int64_t width, double size)

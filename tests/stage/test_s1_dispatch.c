@@ -7,7 +7,7 @@ static void dispatch(mk_cpu_run *run, mk_cpu_scratch *scratch, mk_task task)
     mk_cpu_s1_dispatch(run, task);
     /* as finish_task in cpu/pass.c: a later tile may copy from this one */
     mk_cpu_signal(run, MK_COUNTER_s1_rows_arrived, task.tile,
-                  (uint32_t)mk_valid_rows(&run->table, mk_expert_of_tile(&run->table, run->d->experts_count, task.tile), task.tile));
+                  (uint32_t)mk_valid_rows(&run->table, task.tile));
 }
 
 static void check_pass(int shape, mk_pass pass, bool need_x)

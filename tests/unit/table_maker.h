@@ -100,7 +100,7 @@ static inline void table_make(made_table *m, const mk_dims *d, const int64_t *to
         m->head.rows_pulled_peer_bwd += peer && row->copy_bwd < 0;
     }
     mk_piece_plan plan = {m->t.segment_tile, m->t.segment_rows, d->experts_count, tile, d->mb_tiles_bwd, d->ring_tiles,
-                          m->t.pieces, m->t.piece_of_tile, m->t.piece_first, -1};
+                          m->t.pieces, m->t.piece_of_tile, m->t.piece_first, m->t.tiles, -1, 0};
     m->head.num_pieces = mk_build_pieces(&plan);
     m->t.head = &m->head;
     free(rows);

@@ -23,8 +23,8 @@ template <class Tile, class Program> MK_DEVICE void gemm_schedule(GemmShared<Til
 {
     RingCursor<kTaskSlots> at;
     for (bool more = true; more; at.next()) {
+        const uint32_t number = program.next(); /* drawn before there is room for it, which hides the ticket's latency */
         wait_mbar_cluster(smem_addr(&s.task_empty[at.slot]), at.parity ^ 1, "gemm_schedule: free task slot");
-        const uint32_t number = program.next();
         for (uint32_t rank = 0; rank < Tile::cluster; rank++) {
             GemmTask task = {};
             more = program.task(number, rank, task);

@@ -47,8 +47,8 @@ constexpr uint32_t kRowBytes = kBlockK * 2;
 constexpr uint32_t kTaskSlots = 4;            /* ping-pong needs three: a task under way in each warpgroup, one ahead */
 constexpr uint32_t kStagingBytes = 4096;      /* for each math warp, to turn accumulators into rows */
 
-/* Registers a thread: 40 + 2 * 232 = 3 * 168, all that 384 threads have. */
-constexpr int kRegistersMath = 232, kRegistersOther = 40;
+/* Registers a thread: 56 + 2 * 224 = 3 * 168, all that 384 threads have. */
+constexpr int kRegistersMath = 224, kRegistersOther = 56;
 
 /* Boxes of the operands' tensor maps, in rows of 64 elements: each CTA of a cluster loads its share of A for all, and B in
  * two halves, which need not be neighbours (gate and up rows of one weight). */

@@ -21,7 +21,7 @@ namespace mk {
 struct TileForward : TileNarrow { static constexpr uint32_t stages = 5; };
 
 /* Walking the tasks of a whole pass takes more registers than one GEMM's; the math warps have some to give. */
-constexpr int kForwardRegistersMath = 200, kForwardRegistersOther = 96;
+constexpr int kForwardRegistersMath = 200, kForwardRegistersOther = 104;
 static_assert(kForwardRegistersOther + 2 * kForwardRegistersMath <= 3 * 168, "registers of 384 threads");
 
 struct ForwardShared {
@@ -43,6 +43,7 @@ MK_DEVICE mk_walk forward_walk(const mk_forward_params &p)
     w.grid.down = (int32_t)mk_ceil_div(d.hidden, pair);
     w.grid.shared_gate_up = (int32_t)mk_ceil_div(2 * d.shared_intermediate, pair);
     w.grid.shared_down = w.grid.down;
+    w.grid.group_tiles = 16;
     w.grid.raises = (int32_t)(TileForward::cluster * kWarpsPerTile<TileForward>);
     w.mb_tiles = d.mb_tiles_fwd;
     if (!skipped(p.rank)) {
@@ -84,9 +85,9 @@ struct ForwardProgram {
             task.num_rows = (int32_t)mk_min(p.num_tokens - task.out_row, MK_ROW_TILE);
             return true;
         }
-        task.expert = (int32_t)mk_expert_of_tile(&t, d.experts_count, next.tile);
+        task.expert = (int32_t)mk_expert_of_tile(&t, next.tile);
         task.row = (int32_t)ring_row(d, next.tile);
-        task.num_rows = (int32_t)mk_valid_rows(&t, task.expert, next.tile);
+        task.num_rows = (int32_t)mk_valid_rows(&t, next.tile);
         return true;
     }
 

@@ -48,9 +48,9 @@ template <class Tile> struct StageProgram {
             task.num_rows = (int32_t)mk_min(p.num_tokens - task.out_row, MK_ROW_TILE);
             return true;
         }
-        task.expert = (int32_t)mk_expert_of_tile(&t, p.rank.dims.experts_count, tile);
+        task.expert = (int32_t)mk_expert_of_tile(&t, tile);
         task.row = (int32_t)ring_row(p.rank.dims, tile);
-        task.num_rows = (int32_t)mk_valid_rows(&t, task.expert, tile);
+        task.num_rows = (int32_t)mk_valid_rows(&t, tile);
         return true;
     }
 

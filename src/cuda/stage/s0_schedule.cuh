@@ -177,15 +177,20 @@ MK_DEVICE int64_t s0_place_segments(const S0 &s, int64_t *num_rows)
     return tile;
 }
 
+MK_DEVICE mk_piece_plan s0_piece_plan(const S0 &s, int64_t num_tiles)
+{
+    const mk_dims &d = s.r.dims;
+    return {s.t.segment_tile, s.t.segment_rows, d.experts_count, num_tiles, d.mb_tiles_bwd, d.ring_tiles,
+            s.t.pieces, s.t.piece_of_tile, s.t.piece_first, s.t.tiles, -1, 1};
+}
+
 MK_DEVICE void s0_write_head(const S0 &s, int64_t num_tiles, int64_t num_rows)
 {
     const mk_dims &d = s.r.dims;
-    mk_piece_plan plan = {s.t.segment_tile, s.t.segment_rows, d.experts_count, num_tiles, d.mb_tiles_bwd, d.ring_tiles,
-                          s.t.pieces, s.t.piece_of_tile, s.t.piece_first, -1};
+    mk_piece_plan plan = s0_piece_plan(s, num_tiles);
     mk_schedule_head h = {};
     h.num_pieces = mk_build_pieces(&plan);
     note_written(s.t.pieces, sizeof(mk_piece) * (uint64_t)h.num_pieces);
-    note_written(s.t.piece_of_tile, sizeof(int32_t) * (uint64_t)num_tiles);
     note_written(s.t.piece_first, sizeof(int32_t) * (uint64_t)(mk_ceil_div(num_tiles, d.mb_tiles_bwd) + 1));
     for (int32_t i = 0; i < h.num_pieces; i++)
         h.wgrad_continued += !s.t.pieces[i].is_first;
@@ -218,7 +223,14 @@ MK_DEVICE void s0_segments(const mk_s0_params &p)
         s0_write_head(s, placed, num_rows);
     }
     barrier_block_sync();
-    const int32_t num_tiles = load(shared_tiles);
+    const int32_t num_tiles = load(shared_tiles), num_pieces = load(&s.t.head->num_pieces);
+    const mk_piece_plan plan = s0_piece_plan(s, num_tiles);
+    for (int32_t i = (int32_t)thread_idx(); i < num_pieces; i += S0_THREADS)
+        mk_piece_fill(&plan, i);
+    if (thread_idx() == 0) { /* by plain stores of src/layout */
+        note_written(s.t.tiles, sizeof(mk_tile) * (uint64_t)num_tiles);
+        note_written(s.t.piece_of_tile, sizeof(int32_t) * (uint64_t)num_tiles);
+    }
     for (int32_t i = (int32_t)thread_idx(); i < num_tiles; i += S0_THREADS) {
         store(&s.t.copies_out_fwd[i], 0);
         store(&s.t.copies_out_bwd[i], 0);

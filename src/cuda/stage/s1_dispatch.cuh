@@ -26,6 +26,7 @@ struct DispatchRow {
     int64_t row;              /* of the table */
     const uint8_t *source;    /* null: nothing to move (padding, or written together with the row it copies) */
     int32_t from;             /* table row it is copied from, -1: pulled */
+    bool waits;               /* `from` must be there first */
     int32_t duplicates;       /* rows behind it in the walk that are copies of it in the same tile */
     bool remote;
 };
@@ -72,7 +73,9 @@ struct Dispatch {
         if (lane_idx() + (uint32_t)d.duplicates == DISPATCH_BATCH - 1) /* they may go on in the next batch */
             while ((d.row - d.duplicates) % MK_ROW_TILE != 0 && copies_neighbour(d.row - d.duplicates - 1))
                 d.duplicates++;
-        d.source = d.from >= 0 ? ring_at(d.from) : in_peer<uint8_t>(r, record.src_rank, r.memory.x) + record.src_slot / r.dims.topk * r.dims.hidden * 2;
+        /* A copy saves the link. A token of this rank has its row here anyway, as near as the ring, and without waiting for it. */
+        d.waits = d.from >= 0 && d.remote;
+        d.source = d.waits ? ring_at(d.from) : in_peer<uint8_t>(r, record.src_rank, r.memory.x) + record.src_slot / r.dims.topk * r.dims.hidden * 2;
         return d;
     }
 
@@ -90,10 +93,10 @@ struct Dispatch {
     /* All rows of the tile to copy from are there. Acquire: pairs with the release in announce of whoever moved them. */
     MK_MEMBER void wait_source(const DispatchRow &d) const
     {
-        if (!d.source || d.from < 0)
+        if (!d.source || !d.waits)
             return;
-        const int64_t tile = d.from / MK_ROW_TILE, expert = mk_expert_of_tile(&t, r.dims.experts_count, tile);
-        wait_flag_at_least_gpu(counter_at(r, MK_COUNTER_s1_rows_arrived, tile), (uint32_t)mk_valid_rows(&t, expert, tile), "s1_dispatch: tile to copy from");
+        const int64_t tile = d.from / MK_ROW_TILE;
+        wait_flag_at_least_gpu(counter_at(r, MK_COUNTER_s1_rows_arrived, tile), (uint32_t)mk_valid_rows(&t, tile), "s1_dispatch: tile to copy from");
     }
 
     /* ---- moving ---- */
