@@ -133,6 +133,7 @@ def write_tree(build, edits):
 
 
 def compile_tests(build, tree):
+    subprocess.run(["cmake", "--build", build, "--target", "mok_emu", "mok_static"], check=True, stdout=subprocess.DEVNULL)
     libraries = [subprocess.check_output(["find", build, "-name", f"lib{n}.a"], text=True).split()[0] for n in ("mok_emu", "mok_static")]
     jobs = []
     for name in TESTS:
@@ -200,8 +201,11 @@ def main():
     explained = read_survivors()
     known = set()
     while (test := killed_by(build, -2, TESTS, 1, args.seed, known)[0]) is not None:
-        print(f"fails without any mutant, so it cannot judge: {test}", flush=True)
-        known.add(test.split()[1])
+        case = test.split(": ")[1]
+        if case.startswith("died"):
+            sys.exit(f"without any mutant, {test}")
+        print(f"fails without any mutant, so it cannot judge: {case}", flush=True)
+        known.add(case)
     deadline = time.time() + args.minutes * 60
     counts = {"passed": 0, "failed": 0, "skipped": 0}
     print(f"{len(numbers)} of {len(mutants)} mutants, {args.seeds} seeds from {args.seed} on", flush=True)
