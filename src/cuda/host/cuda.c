@@ -148,7 +148,7 @@ static mok_status open_state(mok_workspace *w)
     if (s->meets_on_host && !s->arrivals)
         MK_TRY_GOTO(mk_fail(MOK_E_MEMORY, "no memory for the meetings of rank %d", w->dims.rank), fail);
     const char *forward = getenv("MOK_FORWARD");
-    s->fused = forward && !strcmp(forward, "fused");
+    s->fused = !(forward && !strcmp(forward, "staged"));
     mk_cuda_choose_tiles(w, getenv("MOK_TILE"));
     MK_TRY_GOTO(mk_cuda_enter(s->device), fail);
     status = open_entered(w);
