@@ -27,12 +27,10 @@ typedef struct mk_fault {
 typedef struct mk_device_state {
     uint64_t epoch;       /* barriers so far */
     uint64_t calls;       /* collective calls so far */
-    uint64_t schedules;   /* of these, schedules */
     uint32_t skip;        /* this call's data stages do nothing */
     uint32_t tickets[7];  /* of the launches of one pass; zeroed when a call opens */
     int64_t rows_pulled, rows_pulled_peer, rows_copied; /* counted by s1, ever growing */
-    int64_t bytes_pushed_peer;                          /* counted by s5 */
-    int64_t rows_padding, ring_rotations;               /* by mok_call_check, from the head of the schedule that a pass is about to use */
+    int64_t bytes_pushed_peer, rows_padding, ring_rotations; /* by mok_call_check, from the head of the schedule that a pass is about to use */
     int64_t done[5];      /* by mk_operation: calls not skipped. A schedule counts once its head is written, a pass at mok_call_check */
     uint64_t first_bad_id; /* s0: smallest (rank, route) with an id out of range; ~0: none */
     mk_fault fault;       /* of this or an earlier call; the host takes it */

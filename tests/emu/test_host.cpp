@@ -128,6 +128,22 @@ TEST(forward_agrees_with_the_cpu_and_does_not_depend_on_ranks_tiles_or_ring)
     layer_free(&p);
 }
 
+TEST(stats_are_those_of_the_cpu)
+{
+    layer_problem p = small_problem(150, 0);
+    Run cpu, gpu;
+    cpu.backend = MOK_BACKEND_CPU;
+    cpu.ranks = gpu.ranks = 2;
+    cpu.ring = gpu.ring = 256;
+    cpu.minibatch = gpu.minibatch = 128;
+    const mok_stats want = run_layer(p, cpu).stats, got = run_layer(p, gpu).stats;
+#define SAME(field) CHECK_EQ(got.field, want.field)
+    SAME(schedules); SAME(forwards); SAME(recomputes); SAME(backwards); SAME(rows); SAME(rows_pulled); SAME(rows_pulled_peer); SAME(rows_copied);
+    SAME(rows_padding); SAME(ring_rotations); SAME(bytes_pulled_peer); SAME(bytes_pushed_peer);
+#undef SAME
+    layer_free(&p);
+}
+
 /* --- mistakes -------------------------------------------------------------------------------------------------------------- */
 struct Mistake {
     mok_workspace *w = nullptr;
@@ -252,6 +268,39 @@ static void good_pass(Mistake &m)
     m.step(mok_forward(m.w, &f, nullptr));
 }
 
+static void bad_id(Mistake &m)
+{
+    const mok_schedule_args s = m.schedule_args();
+    const int32_t bad[] = {0, 99, -7}, good[] = {0, 1, 2};
+    if (m.rank == 1)
+        CHECK_EQ(mok_memory_copy(m.w, m.ids, bad, sizeof bad), MOK_OK);
+    m.step(mok_schedule(m.w, &s, nullptr));
+    CHECK_EQ(mok_memory_copy(m.w, m.ids, good, sizeof good), MOK_OK);
+    good_pass(m);
+}
+TEST(a_bad_id_is_named_as_on_the_cpu) { check_mistake(bad_id, "rank 1, token 1, k 0: expert id 99 is outside [-1, 4)"); }
+
+static void refused_schedule(Mistake &m)
+{
+    mok_schedule_args s = m.schedule_args();
+    if (m.rank == 2)
+        s.num_tokens = 9;
+    m.step(mok_schedule(m.w, &s, nullptr));
+    good_pass(m);
+}
+TEST(a_refused_schedule_is_told_as_on_the_cpu) { check_mistake(refused_schedule, "rank 2 refused its schedule call of layer 4: num_tokens is 9"); }
+
+static void refused_forward(Mistake &m)
+{
+    mok_forward_args f = m.forward_args();
+    good_pass(m);
+    if (m.rank == 0)
+        f.out = nullptr;
+    m.step(mok_forward(m.w, &f, nullptr));
+    good_pass(m);
+}
+TEST(a_refused_forward_is_told_as_on_the_cpu) { check_mistake(refused_forward, "rank 0 refused its forward call of layer 4: out is NULL"); }
+
 static void other_layer(Mistake &m)
 {
     mok_forward_args f = m.forward_args();
@@ -261,6 +310,27 @@ static void other_layer(Mistake &m)
     good_pass(m);
 }
 TEST(another_layer_is_named_as_on_the_cpu) { check_mistake(other_layer, "but forward of layer 5"); }
+
+static void other_operation(Mistake &m)
+{
+    const mok_forward_args f = m.forward_args();
+    const mok_schedule_args s = m.schedule_args();
+    good_pass(m);
+    m.step(m.rank == 2 ? mok_schedule(m.w, &s, nullptr) : mok_forward(m.w, &f, nullptr));
+    good_pass(m);
+}
+TEST(another_operation_is_named_as_on_the_cpu) { check_mistake(other_operation, "on rank 0, but schedule of layer 4"); }
+
+static void stale_schedule(Mistake &m)
+{
+    mok_forward_args f = m.forward_args();
+    m.step(mok_forward(m.w, &f, nullptr)); /* never filled */
+    good_pass(m);
+    f.num_tokens = m.rank == 1 ? 2 : 3;
+    m.step(mok_forward(m.w, &f, nullptr)); /* for other tokens */
+    good_pass(m);
+}
+TEST(a_stale_schedule_is_named_as_on_the_cpu) { check_mistake(stale_schedule, "schedule was not filled by mok_schedule of this configuration"); }
 
 /* --- recompute ------------------------------------------------------------------------------------------------------------- */
 static void recompute(Mistake &m)

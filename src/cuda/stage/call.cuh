@@ -20,27 +20,56 @@ MK_DEVICE void write_sentence(mk_call_head *head, const char *text, uint32_t byt
         store(&head->sentence[i], text[i]);
 }
 
-/* Is the memory the call got what mok_schedule (and mok_forward) left there? */
-MK_DEVICE bool call_memory_is_stale(const mk_open_params &p)
+/* A sentence into a call head, ended by its caller. */
+struct SentenceWriter {
+    mk_call_head *head;
+    uint32_t used = 0;
+    MK_MEMBER SentenceWriter &text(const char *t)
+    {
+        for (; *t; t++)
+            store(&head->sentence[used++], *t);
+        return *this;
+    }
+    MK_MEMBER SentenceWriter &number(uint64_t n)
+    {
+        uint64_t unit = 1;
+        while (n / unit >= 10)
+            unit *= 10;
+        for (; unit; unit /= 10)
+            store(&head->sentence[used++], (char)('0' + n / unit % 10));
+        return *this;
+    }
+    MK_MEMBER bool end() { store(&head->sentence[used], (char)0); return true; }
+};
+
+/* Is the memory the call got what mok_schedule (and mok_forward) left there? If not, the head gets the cpu backend's sentence
+ * (cpu/cpu.c). */
+MK_DEVICE bool call_memory_is_stale(const mk_open_params &p, mk_call_head *head)
 {
     const mk_rank_params &r = p.rank;
-    if (p.operation == MK_OP_SCHEDULE)
-        return false;
     const mk_schedule_head *s = static_cast<const mk_schedule_head *>(p.schedule);
-    if (load(&s->magic) != MK_SCHEDULE_MAGIC || load(&s->fingerprint) != r.fingerprint || load(&s->num_tokens) != p.num_tokens)
-        return true;
     const mk_context_head *c = static_cast<const mk_context_head *>(p.context);
-    return c && (load(&c->magic) != MK_CONTEXT_MAGIC || load(&c->fingerprint) != r.fingerprint || load(&c->schedule_number) != load(&s->number));
+    SentenceWriter say = {head};
+    if (load(&s->magic) != MK_SCHEDULE_MAGIC || load(&s->fingerprint) != r.fingerprint)
+        return say.text("schedule was not filled by mok_schedule of this configuration").end();
+    if (load(&s->num_tokens) != p.num_tokens)
+        return say.text("num_tokens is ").number((uint64_t)p.num_tokens).text(", but the schedule was made for ").number((uint64_t)load(&s->num_tokens)).end();
+    if (!c)
+        return false;
+    if (load(&c->magic) != MK_CONTEXT_MAGIC || load(&c->fingerprint) != r.fingerprint)
+        return say.text("context was not filled by mok_forward or mok_recompute of this configuration").end();
+    if (load(&c->schedule_number) != load(&s->number) || load(&c->num_tokens) != load(&s->num_tokens))
+        return say.text("context belongs to schedule ").number(load(&c->schedule_number)).text(", but this is schedule ").number(load(&s->number)).end();
+    return false;
 }
 
 /* One thread. The head's place was last used two calls ago, whose readers have passed the last call's first barrier. */
 MK_DEVICE void open_call(const mk_open_params &p)
 {
-    static const char stale[] = "schedule or context memory was not filled by this configuration, or for other tokens or routes";
     mk_device_state *state = device_state(p.rank);
     const uint64_t call = load(&state->calls) + 1;
     mk_call_head *head = call_head(p.rank, p.rank.dims.rank, call);
-    uint64_t schedule_number = load(&state->schedules);
+    uint64_t schedule_number = call; /* a schedule's number is its call's, so that ranks agree on it whatever they called before */
     int32_t status = p.status;
     store(&state->calls, call);
     store(&state->skip, 0u);
@@ -48,12 +77,10 @@ MK_DEVICE void open_call(const mk_open_params &p)
     store(&state->tickets[1], 0u);
     store(&state->first_bad_id, ~(uint64_t)0);
     if (p.operation == MK_OP_SCHEDULE) {
-        store(&state->schedules, ++schedule_number);
         if (status == 0)
             store(&static_cast<mk_schedule_head *>(p.schedule)->magic, (uint64_t)0);
-    } else if (status == 0 && call_memory_is_stale(p)) {
+    } else if (status == 0 && call_memory_is_stale(p, head)) {
         status = 5; /* MOK_E_STATE */
-        write_sentence(head, stale, sizeof stale);
     } else if (status == 0) {
         schedule_number = load(&static_cast<const mk_schedule_head *>(p.schedule)->number);
     }
@@ -85,8 +112,8 @@ MK_DEVICE void publish(const mk_publish_params &p, int64_t thread, int64_t num_t
         copy_bytes_16(in_heap<void>(r, r.memory.x), p.x, p.num_tokens * row_bytes, thread, num_threads);
     if (p.dout)
         copy_bytes_16(in_heap<void>(r, r.memory.dout), p.dout, p.num_tokens * row_bytes, thread, num_threads);
-    if (p.expert_ids) { /* double-buffered by the schedule's parity; mok_call_open has counted this one */
-        int32_t *to = in_heap<int32_t>(r, r.memory.expert_ids) + (int64_t)(load(&device_state(r)->schedules) & 1) * MK_SLOTS(&r.dims);
+    if (p.expert_ids) { /* double-buffered by the call's parity; mok_call_open has counted this one */
+        int32_t *to = in_heap<int32_t>(r, r.memory.expert_ids) + (int64_t)(load(&device_state(r)->calls) & 1) * MK_SLOTS(&r.dims);
         for (int64_t i = thread; i < routes; i += num_threads)
             store(&to[i], load(&p.expert_ids[i]));
     }
@@ -131,18 +158,29 @@ MK_DEVICE void fault_set(const mk_rank_params &r, int32_t kind, int32_t rank, co
 MK_DEVICE void rank_barrier(const mk_rank_params &r)
 {
     mk_device_state *state = device_state(r);
+    uint64_t *seen = static_cast<uint64_t *>(shared_base()); /* [128] */
+    int32_t *late = reinterpret_cast<int32_t *>(seen + 128);   /* [128] rank that did not come, P: none */
     const uint64_t epoch = load(&state->epoch) + 1;
+    const uint32_t thread = thread_idx();
+    store(&late[thread], r.dims.num_ranks);
     barrier_block_sync(); /* a fault sets `skip`, which every warp has read by now */
-    for (int64_t i = thread_idx(); i < r.dims.num_ranks; i += 128)
+    for (int64_t i = thread; i < r.dims.num_ranks; i += 128)
         flag_store_release_sys(in_peer<uint64_t>(r, i, r.memory.epochs + (int64_t)r.dims.rank * MK_EPOCH_BYTES), epoch);
-    for (int64_t i = thread_idx(); i < r.dims.num_ranks; i += 128) {
-        const uint64_t seen = wait_epoch_sys(in_heap<uint64_t>(r, r.memory.epochs + i * MK_EPOCH_BYTES), epoch, r.timeout_ns, "rank_barrier: epoch of a rank");
-        if (seen < epoch)
-            fault_set(r, MK_FAULT_TIMEOUT, (int32_t)i, nullptr, (int64_t)seen, (int64_t)epoch, -1, 0);
+    for (int64_t i = thread; i < r.dims.num_ranks && load(&late[thread]) == r.dims.num_ranks; i += 128) {
+        store(&seen[thread], wait_epoch_sys(in_heap<uint64_t>(r, r.memory.epochs + i * MK_EPOCH_BYTES), epoch, r.timeout_ns, "rank_barrier: epoch of a rank"));
+        if (load(&seen[thread]) < epoch)
+            store(&late[thread], (int32_t)i);
     }
     barrier_block_sync();
-    if (thread_idx() == 0)
-        store(&state->epoch, epoch);
+    if (thread != 0)
+        return;
+    uint32_t first = 0;
+    for (uint32_t i = 1; i < 128; i++)
+        if (load(&late[i]) < load(&late[first]))
+            first = i;
+    if (load(&late[first]) < r.dims.num_ranks)
+        fault_set(r, MK_FAULT_TIMEOUT, load(&late[first]), call_head(r, r.dims.rank, load(&state->calls)), (int64_t)load(&seen[first]), (int64_t)epoch, -1, 0);
+    store(&state->epoch, epoch);
 }
 
 /* ---- the verdict ---- */
@@ -198,24 +236,45 @@ MK_DEVICE void count_tokens(const mk_rank_params &r, const mk_table &t, uint64_t
     }
 }
 
-/* 128 threads, one block, after the call's first barrier. Every rank reads the same heads, so all come to the same end. */
+/* One thread. What the passes count, as far as the schedule says it beforehand. */
+MK_DEVICE void count_pass(const mk_open_params &p)
+{
+    mk_device_state *state = device_state(p.rank);
+    const mk_schedule_head *h = static_cast<const mk_schedule_head *>(p.schedule);
+    const int64_t num_tiles = load(&h->num_tiles);
+    store(&state->done[p.operation], load(&state->done[p.operation]) + 1);
+    store(&state->rows_padding, load(&state->rows_padding) + num_tiles * MK_ROW_TILE - load(&h->num_rows));
+    store(&state->ring_rotations, load(&state->ring_rotations) + num_tiles / p.rank.dims.ring_tiles);
+    if (p.operation == MK_OP_FORWARD)
+        store(&state->bytes_pushed_peer, load(&state->bytes_pushed_peer) + load(&h->rows_peer) * p.rank.dims.hidden * 2);
+}
+
+/* 128 threads, one block, after the call's first barrier. Every rank reads the same heads, so all come to the same end; a rank
+ * whose own memory was stale says so first, and one that refused has told its caller already. */
 MK_DEVICE void check_call(const mk_open_params &p)
 {
     const mk_rank_params &r = p.rank;
-    const uint64_t call = load(&device_state(r)->calls);
-    const int32_t refused = first_offender(r, call, true), different = first_offender(r, call, false), none = r.dims.num_ranks;
-    if (refused != none || different != none) {
-        if (thread_idx() == 0 && refused != none)
+    mk_device_state *state = device_state(r);
+    const uint64_t call = load(&state->calls);
+    const int32_t first = first_offender(r, call, true), different = first_offender(r, call, false), none = r.dims.num_ranks;
+    if (first != none || different != none) {
+        const int32_t refused = first != none && load(&call_head(r, r.dims.rank, call)->status) != 0 ? r.dims.rank : first;
+        if (thread_idx() == 0 && p.status != 0)
+            store(&state->skip, 1u);
+        else if (thread_idx() == 0 && refused != none)
             fault_set(r, MK_FAULT_REFUSED, refused, call_head(r, refused, call), 0, 0, 0, 0);
         else if (thread_idx() == 0)
             fault_set(r, MK_FAULT_MISMATCH, different, call_head(r, different, call), 0, 0, 0, 0);
         return;
     }
     mk_table t = mk_table_at(&r.memory, p.schedule);
-    if (p.operation == MK_OP_SCHEDULE)
+    if (p.operation == MK_OP_SCHEDULE) {
         count_tokens(r, t, call);
-    else
-        clear_counters(r, p.schedule);
+        return;
+    }
+    clear_counters(r, p.schedule);
+    if (thread_idx() == 0)
+        count_pass(p);
 }
 
 } /* namespace mk */

@@ -82,7 +82,7 @@ MK_DEVICE int32_t fetch_id(const S0 &s, int64_t token, int64_t k)
 {
     const int64_t rank = mk_find_interval64(s.t.token_first, s.r.dims.num_ranks, token);
     const int64_t route = (token - load(&s.t.token_first[rank])) * s.r.dims.topk + k;
-    const int64_t half = (int64_t)(load(&device_state(s.r)->schedules) & 1) * MK_SLOTS(&s.r.dims);
+    const int64_t half = (int64_t)(load(&device_state(s.r)->calls) & 1) * MK_SLOTS(&s.r.dims);
     const int32_t id = load(in_peer<int32_t>(s.r, rank, s.r.memory.expert_ids) + half + route);
     store(&s.route_rows[token * s.r.dims.topk + k], id);
     if (rank == s.r.dims.rank)
@@ -147,7 +147,7 @@ MK_DEVICE void s0_scan(const mk_s0_params &p, int64_t expert)
 
 MK_DEVICE void s0_fault_bad_id(const S0 &s, uint64_t bad)
 {
-    const int64_t rank = (int64_t)(bad >> 40), route = (int64_t)(bad & 0xffffffffffull), half = (int64_t)(load(&device_state(s.r)->schedules) & 1);
+    const int64_t rank = (int64_t)(bad >> 40), route = (int64_t)(bad & 0xffffffffffull), half = (int64_t)(load(&device_state(s.r)->calls) & 1);
     const int32_t id = load(in_peer<int32_t>(s.r, rank, s.r.memory.expert_ids) + half * MK_SLOTS(&s.r.dims) + route);
     fault_set(s.r, MK_FAULT_BAD_ID, (int32_t)rank, call_head(s.r, s.r.dims.rank, load(&device_state(s.r)->calls)), route / s.r.dims.topk,
               route % s.r.dims.topk, id, s.r.dims.num_experts);
@@ -196,7 +196,7 @@ MK_DEVICE void s0_write_head(const S0 &s, int64_t num_tiles, int64_t num_rows)
         h.wgrad_continued += !s.t.pieces[i].is_first;
     h.magic = MK_SCHEDULE_MAGIC;
     h.fingerprint = s.r.fingerprint;
-    h.number = load(&device_state(s.r)->schedules);
+    h.number = load(&device_state(s.r)->calls);
     h.num_tokens = s.p.num_tokens;
     h.tokens_global = s.num_global;
     h.num_rows = num_rows;
@@ -221,6 +221,7 @@ MK_DEVICE void s0_segments(const mk_s0_params &p)
     if (thread_idx() == 0) {
         store(shared_tiles, (int32_t)placed);
         s0_write_head(s, placed, num_rows);
+        store(&device_state(s.r)->done[MK_OP_SCHEDULE], load(&device_state(s.r)->done[MK_OP_SCHEDULE]) + 1);
     }
     barrier_block_sync();
     const int32_t num_tiles = load(shared_tiles), num_pieces = load(&s.t.head->num_pieces);
