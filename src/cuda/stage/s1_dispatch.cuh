@@ -37,7 +37,7 @@ struct Dispatch {
     mk_table t;
     DispatchShared &s;
     const mk_walk *walk;      /* fused: its readers free the ring's slots; null: launches do */
-    uint32_t round = 0;       /* how often each slot has been filled: parity of its barrier */
+    uint32_t parities = 0;    /* bit s: parity of the next filling of slot s */
     int64_t pulled = 0, pulled_peer = 0, copied = 0; /* this lane's */
 
     MK_MEMBER Dispatch(const mk_rank_params &rank, const mk_table &table, DispatchShared &shared, const mk_walk *fused)
@@ -127,16 +127,13 @@ struct Dispatch {
             if (d.source && mine / half == g)
                 load_piece(d, slot, slot_bytes, 0, bytes);
             if (d.source && mine / half + 1 == g) {
-                store_piece(d, slot, slot_bytes, 0, bytes, (round + mine / Slots) & 1);
+                store_piece(d, slot, slot_bytes, 0, bytes, (parities >> slot ^ mine / Slots) & 1);
                 bulk_wait_read<0>(); /* group g + 1 takes the slot */
             }
             sync_warp();
         }
-        /* Slots that the batch did not use as often as the first are filled up, so that one parity serves all. */
-        const uint32_t rounds = (count + Slots - 1) / Slots;
-        if (lane_idx() < Slots && count % Slots != 0 && lane_idx() >= count % Slots)
-            mbar_arrive_release_cta(smem_addr(&s.full[lane_idx()]));
-        round += rounds;
+        /* Every slot was filled count / Slots times, the first count % Slots of them once more. */
+        parities ^= (count / Slots % 2 ? (1u << Slots) - 1 : 0) ^ ((1u << count % Slots) - 1);
     }
 
     /* Rows longer than half the area: one at a time, in pieces, through slot 0. */
@@ -147,11 +144,11 @@ struct Dispatch {
         for (uint32_t lane = 0; lane < DISPATCH_BATCH; lane++) {
             if (!(movers >> lane & 1))
                 continue;
-            for (int64_t at = 0; at < bytes; at += MK_DISPATCH_AREA, round++) {
+            for (int64_t at = 0; at < bytes; at += MK_DISPATCH_AREA, parities ^= 1) {
                 const uint32_t piece = (uint32_t)mk_min(bytes - at, MK_DISPATCH_AREA);
                 if (lane_idx() == lane) {
                     load_piece(d, 0, MK_DISPATCH_AREA, at, piece);
-                    store_piece(d, 0, MK_DISPATCH_AREA, at, piece, round & 1);
+                    store_piece(d, 0, MK_DISPATCH_AREA, at, piece, parities & 1);
                     bulk_wait_read<0>();
                 }
                 sync_warp();

@@ -1,0 +1,213 @@
+/* The cuda backend's forward on a real GPU, through mok.h: every model's shape scaled to one GPU against the cpu backend, awkward shapes, and the
+ * bits over virtual ranks, ring, minibatch, tiles, staged and fused. All ring padding is NaN before each pass. Skipped, and counted as such, where
+ * there is no GPU. MOK_TEST_QUICK=1 leaves the large shapes out (compute-sanitizer). */
+#define TEST_WATCHDOG 900
+#include "layer.h"
+#include "reference.h"
+
+#include "backend/backend.h"
+#include "test.h"
+
+static bool have_gpu(void)
+{
+    mok_backend_info b = MOK_INIT(mok_backend_info);
+    for (int32_t i = 0; mok_backend_query(i, &b) == MOK_OK; i++)
+        if (b.id == MOK_BACKEND_CUDA && b.usable)
+            return true;
+    return false;
+}
+#define NEED_GPU() do { if (!have_gpu()) SKIP("no GPU that the cuda backend can use"); } while (0)
+
+/* NaN into everything that a pass may read before it was written. */
+static void poison_ring(mok_workspace *w, void *user)
+{
+    (void)user;
+    const mk_memory *m = &w->memory;
+    int64_t ranges[][2] = {{m->ring_x, m->ring_weight}, {m->shared_gate, m->shared_scale}};
+    for (int i = 0; i < 2; i++) {
+        size_t bytes = (size_t)(ranges[i][1] - ranges[i][0]);
+        void *nan = malloc(bytes + 1);
+        memset(nan, 0xff, bytes);
+        CHECK_EQ(mok_memory_copy(w, w->local + ranges[i][0], nan, bytes), MOK_OK);
+        free(nan);
+    }
+}
+
+static mok_config shape_of(int64_t hidden, int64_t width, int64_t shared, int64_t experts, int64_t topk)
+{
+    mok_config c = {.hidden = hidden, .intermediate = width, .shared_intermediate = shared, .num_experts = experts, .topk = topk};
+    c.shared_gate = shared > 0;
+    return c;
+}
+
+/* Forward of a problem; false and a failed check if it does not run. */
+static bool run(const layer_problem *p, layer_options o, layer_result *r)
+{
+    int32_t devices[64];
+    const char *number = getenv("MOK_TEST_DEVICES"); /* how many GPUs the ranks are spread over; default 1: virtual ranks */
+    char error[512];
+    o.forward_only = true;
+    if (o.backend == MOK_BACKEND_CUDA) {
+        for (int32_t i = 0; i < 64; i++)
+            devices[i] = i % (number ? atoi(number) : 1);
+        o.devices = devices;
+        o.before_pass = poison_ring;
+    }
+    if (!layer_result_make(r, p, &o)) {
+        TEST_FAILED("no memory");
+        return false;
+    }
+    mok_status status = layer_run(p, &o, r, error);
+    if (status != MOK_OK)
+        TEST_FAILED("%s: %s", mok_status_name(status), error);
+    return status == MOK_OK;
+}
+
+/* GPU and CPU differ by roundings only: far less than what a bf16 chain loses against float64 (4e-3 on such data). */
+static void compare_with_cpu(const char *what, const mok_config *c, int64_t tokens, layer_routing routing)
+{
+    layer_problem p;
+    layer_result gpu, cpu;
+    if (!layer_make(&p, c, tokens, routing, 0.05, test_seed())) {
+        TEST_FAILED("%s: no memory", what);
+        return;
+    }
+    if (run(&p, (layer_options){.ranks = 1, .backend = MOK_BACKEND_CUDA}, &gpu) && run(&p, (layer_options){.ranks = 1, .backend = MOK_BACKEND_CPU}, &cpu)) {
+        int64_t n = tokens * c->hidden;
+        double *truth = malloc(sizeof *truth * (size_t)(n + 1));
+        for (int64_t i = 0; i < n; i++)
+            truth[i] = layer_float(cpu.out[i]);
+        double error = n ? reference_error_bf16(gpu.out, truth, n) : 0;
+        printf("  %-24s T %6lld H %5lld I %5lld E %3lld K %2lld: gpu against cpu %.2e\n", what, (long long)tokens, (long long)c->hidden, (long long)c->intermediate,
+               (long long)c->num_experts, (long long)c->topk, error);
+        CHECK_LE(error, 3e-3);
+        CHECK_BYTES(gpu.tokens_per_expert, cpu.tokens_per_expert, sizeof(int64_t) * (size_t)c->num_experts);
+        CHECK_EQ(gpu.stats[0].rows, cpu.stats[0].rows);
+        free(truth);
+        layer_result_free(&cpu);
+    }
+    layer_result_free(&gpu);
+    layer_free(&p);
+}
+
+static bool quick(void) { return getenv("MOK_TEST_QUICK") != NULL; }
+
+TEST(every_model_scaled_to_one_gpu)
+{
+    NEED_GPU();
+    static const struct { const char *name; int64_t hidden, width, shared, experts, topk; } models[] = {
+        {"kimi-k2.7-code", 7168, 2048, 2048, 8, 8},  {"glm-5.2", 6144, 2048, 2048, 8, 8},    {"qwen3.5-397b-a17b", 4096, 1024, 1024, 10, 10},
+        {"deepseek-v4-pro", 7168, 3072, 3072, 6, 6}, {"deepseek-v3", 7168, 2048, 2048, 8, 8}, {"deepseek-v4-flash", 4096, 2048, 2048, 8, 6},
+        {"qwen3-30b-a3b", 2048, 768, 0, 128, 8},     {"mixtral-8x7b", 4096, 14336, 0, 2, 2},  {"olmoe-1b-7b", 2048, 1024, 0, 64, 8},
+        {"gpt-oss-20b", 2880, 2880, 0, 8, 4}};
+    for (size_t i = 0; i < sizeof models / sizeof *models && !quick(); i++) {
+        mok_config c = shape_of(models[i].hidden, models[i].width, models[i].shared, models[i].experts, models[i].topk);
+        c.swiglu_limit = i == 5 ? 10.0f : 0;
+        compare_with_cpu(models[i].name, &c, 300, LAYER_DISTINCT);
+    }
+}
+
+TEST(S6_widths_that_are_multiples_of_64_only)
+{
+    NEED_GPU();
+    int64_t widths[][3] = {{64, 64, 0}, {192, 320, 64}, {448, 192, 192}, {2880, 2880, 0}, {16448, 64, 0}, {320, 4160, 128}};
+    for (size_t i = 0; i < sizeof widths / sizeof *widths; i++) {
+        mok_config c = shape_of(widths[i][0], widths[i][1], widths[i][2], 4, 2);
+        compare_with_cpu("odd widths", &c, quick() ? 20 : 140, LAYER_UNIFORM);
+    }
+}
+
+TEST(Z10_tokens_from_none_to_many_and_topk_from_1_to_16)
+{
+    NEED_GPU();
+    int64_t tokens[] = {0, 1, 2, 7, 63, 64, 65, 127, 128, 129, 255, 1000};
+    for (size_t i = 0; i < sizeof tokens / sizeof *tokens; i++) {
+        mok_config c = shape_of(256, 128, i % 2 ? 64 : 0, 16 + (int64_t)i * 10, (int64_t)i + 1 > 16 ? 16 : (int64_t)i + 1);
+        compare_with_cpu("tokens and topk", &c, tokens[i], i % 3 ? LAYER_DISTINCT : LAYER_UNIFORM);
+    }
+    mok_config many = shape_of(256, 64, 0, 32, 16);
+    if (!quick())
+        compare_with_cpu("many tokens", &many, 32768, LAYER_DISTINCT);
+    mok_config one = shape_of(256, 128, 0, 1, 1);
+    compare_with_cpu("one expert has all", &one, 700, LAYER_ONE_EXPERT);
+}
+
+/* One problem over everything that must not change a bit. */
+TEST(D1_bits_over_ranks_ring_minibatch_tiles_and_kernels)
+{
+    NEED_GPU();
+    mok_config c = shape_of(512, 384, 128, 12, 3);
+    layer_problem p;
+    layer_result first = {0}, r;
+    int64_t tokens = quick() ? 90 : 700, n = tokens * c.hidden * 2, rotations = 0, copied = 0;
+    REQUIRE(layer_make(&p, &c, tokens, LAYER_UNIFORM, 0.1, test_seed()));
+    static const int32_t ranks[] = {1, 2, 3, 4, 8};
+    static const int64_t rings[][2] = {{0, 0}, {256, 128}, {768, 256}};
+    static const char *const ways[][2] = {{"fused", "narrow"}, {"staged", "narrow"}, {"staged", "wide"}};
+    for (size_t w = 0; w < 3; w++)
+        for (size_t k = 0; k < 5; k++)
+            for (size_t g = 0; g < 3; g++) {
+                setenv("MOK_FORWARD", ways[w][0], 1);
+                setenv("MOK_TILE", ways[w][1], 1);
+                layer_options o = {.ranks = ranks[k], .backend = MOK_BACKEND_CUDA, .ring_rows = rings[g][0], .minibatch_rows = rings[g][1],
+                                   .minibatch_rows_bwd = rings[g][1], .repeat = 2};
+                if (!run(&p, o, &r))
+                    return;
+                if (!first.out) {
+                    first = r;
+                    continue;
+                }
+                CHECK_BYTES(r.out, first.out, (size_t)n);
+                for (int32_t i = 0; i < ranks[k]; i++) {
+                    rotations += r.stats[i].ring_rotations;
+                    copied += r.stats[i].rows_copied;
+                    CHECK_EQ(r.stats[i].rows_pulled_peer, 2 * r.info[i].rows_pulled_peer_fwd);
+                }
+                layer_result_free(&r);
+            }
+    unsetenv("MOK_FORWARD");
+    unsetenv("MOK_TILE");
+    CHECK(rotations > 3 && copied > 0);
+    layer_result_free(&first);
+    layer_free(&p);
+}
+
+TEST(Z7_unequal_tokens_some_ranks_without_any)
+{
+    NEED_GPU();
+    mok_config c = shape_of(256, 192, 64, 10, 2);
+    layer_problem p;
+    layer_result one, four;
+    int64_t split[] = {0, 200, 1, 99};
+    REQUIRE(layer_make(&p, &c, 300, LAYER_DISTINCT, 0.0, test_seed()));
+    if (run(&p, (layer_options){.ranks = 1, .backend = MOK_BACKEND_CUDA}, &one) &&
+        run(&p, (layer_options){.ranks = 4, .backend = MOK_BACKEND_CUDA, .tokens_of_rank = split}, &four)) {
+        CHECK_BYTES(four.out, one.out, 300 * 256 * 2);
+        layer_result_free(&four);
+    }
+    layer_result_free(&one);
+    layer_free(&p);
+}
+
+TEST(C3_a_thousand_repeats_have_the_same_bits)
+{
+    NEED_GPU();
+    mok_config c = shape_of(1024, 512, 0, 16, 4);
+    layer_problem p;
+    layer_result first = {0}, r;
+    REQUIRE(layer_make(&p, &c, 1024, LAYER_DISTINCT, 0.0, test_seed()));
+    for (int i = 0; i < (quick() ? 2 : 20); i++) { /* 20 workspaces of 50 passes; every pass must equal the last for the last to equal the first */
+        if (!run(&p, (layer_options){.ranks = 1 + i % 2, .backend = MOK_BACKEND_CUDA, .repeat = quick() ? 2 : 50}, &r))
+            return;
+        if (!first.out) {
+            first = r;
+            continue;
+        }
+        CHECK_BYTES(r.out, first.out, 1024 * 1024 * 2);
+        layer_result_free(&r);
+    }
+    layer_result_free(&first);
+    layer_free(&p);
+}
+
+int main(int argc, char **argv) { return test_main(argc, argv); }
