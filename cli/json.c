@@ -513,7 +513,8 @@ char *json_format_double(double value, char text[32])
         return text;
     }
     for (int digits = 15; digits <= 17; digits++) { /* 15 digits suffice for most decimals, 17 for every double */
-        snprintf(text, 32, "%.*g", digits, value);
+        if (snprintf(text, 32, "%.*g", digits, value) >= 32) /* cannot be: 17 digits, sign, point and exponent take 24 */
+            break;
         if (strtod(text, NULL) == value)
             break;
     }

@@ -1,5 +1,6 @@
 #include "layout/config.h"
 
+#include <math.h>
 #include <string.h>
 
 #include "base/error.h"
@@ -136,7 +137,7 @@ static int64_t choose_minibatch(const mok_config *c, mk_machine machine, bool ba
 {
     int64_t narrowest, rows = MK_CLUSTER_ROWS;
     if (machine.num_sms)
-        rows = mk_round_up(mk_max((int64_t)mk_two_wave_rows(c, machine, backward, &narrowest), 1), MK_CLUSTER_ROWS);
+        rows = mk_round_up(mk_max((int64_t)ceil(mk_two_wave_rows(c, machine, backward, &narrowest)), 1), MK_CLUSTER_ROWS);
     rows = mk_min(rows, mk_round_up(mk_max(capacity_rows, 1), MK_CLUSTER_ROWS));
     if (c->ring_rows) /* half of the ring, which may be a single tile */
         rows = mk_min(rows, mk_max(c->ring_rows / 2 / MK_ROW_TILE, 1) * MK_ROW_TILE);
