@@ -513,8 +513,7 @@ char *json_format_double(double value, char text[32])
         return text;
     }
     for (int digits = 15; digits <= 17; digits++) { /* 15 digits suffice for most decimals, 17 for every double */
-        if (snprintf(text, 32, "%.*g", digits, value) >= 32) /* cannot be: 17 digits, sign, point and exponent take 24 */
-            break;
+        snprintf(text, 32, "%.*g", digits, value);
         if (strtod(text, NULL) == value)
             break;
     }
