@@ -12,8 +12,8 @@
 
 #include <pthread.h>
 
-/* Thread sanitizer makes the same work 10 to 30 times slower: tests repeat less there. */
-#if defined(__SANITIZE_THREAD__)
+/* Sanitizers make the same work 5 to 30 times slower: tests repeat less there. */
+#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
 #define RANKS_SLOW 1
 #else
 #define RANKS_SLOW 0

@@ -244,6 +244,9 @@ static inline void stage_untouched(const char *what, const void *memory, int64_t
         }
 }
 
+/* How far apart columns of a width are looked at: every residue of 64 is met, but a slow build looks at fewer. */
+#define STAGE_STEP(width) (((width) > 256 ? 7 : 1) * (RANKS_SLOW ? 5 : 1))
+
 /* Shapes: one row tile and less, several, a width of more than one task, empty experts, dropped routes. */
 typedef struct stage_shape { int64_t hidden, intermediate, shared, experts, topk, tokens; } stage_shape;
 static const stage_shape stage_shapes[] __attribute__((unused)) = {

@@ -18,7 +18,7 @@ static float dot_row(const stage *s, int which, bool shared, int64_t expert, int
 static void check_row(const stage *s, bool shared, int64_t expert, int64_t row, const mk_bf16 *x, const mk_bf16 *gate, const mk_bf16 *up)
 {
     int64_t width = shared ? s->cfg.shared_intermediate : s->cfg.intermediate;
-    for (int64_t n = 0; n < width; n += 1 + (width > 256) * 6) {
+    for (int64_t n = 0; n < width; n += STAGE_STEP(width)) {
         double exact, size;
         float g = dot_row(s, 0, shared, expert, n, x, &exact, &size);
         stage_near("gate", row, n, mk_bf16_to_float(gate[n]), exact, size * 0x1p-20);
@@ -188,7 +188,7 @@ static void check_backward(int shape, void (*change)(mok_config *))
             continue;
         int64_t slot = run->table.rows[r].src_slot;
         pushed[slot] = true;
-        for (int64_t col = 0; col < hidden; col += 1 + (hidden > 256) * 6) {
+        for (int64_t col = 0; col < hidden; col += STAGE_STEP(hidden)) {
             double exact, size;
             float dx = dx_of(&s, false, stage_expert(&s, r), col, run->ring_gate + r * width, run->ring_up + r * width, &exact, &size);
             stage_near("dx_k", r, col, mk_bf16_to_float(slots[slot * hidden + col]), exact, size * 0x1p-20);
@@ -204,7 +204,7 @@ static void check_backward(int shape, void (*change)(mok_config *))
             stage_untouched("slot of a dropped route", slots + i * hidden, 2 * hidden);
     free(pushed);
     for (int64_t t = 0; t < s.tokens && ws; t++)
-        for (int64_t col = 0; col < hidden; col += 1 + (hidden > 256) * 6) {
+        for (int64_t col = 0; col < hidden; col += STAGE_STEP(hidden)) {
             double exact, size;
             float dx = dx_of(&s, true, 0, col, run->shared_gate + t * ws, run->shared_up + t * ws, &exact, &size), scale = run->shared_scale[t], ds = 0;
             for (int64_t g = 0; g < ws / 64; g++)

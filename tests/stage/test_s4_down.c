@@ -22,7 +22,7 @@ static void check_forward(int shape, void (*change)(mok_config *))
     if (!stage_open_shape(&s, shape, true, change))
         return;
     mk_cpu_run *run = stage_pass(&s, MK_PASS_FORWARD);
-    int64_t hidden = s.cfg.hidden, width = s.cfg.intermediate, ws = s.cfg.shared_intermediate, step = 1 + (hidden > 256) * 6;
+    int64_t hidden = s.cfg.hidden, width = s.cfg.intermediate, ws = s.cfg.shared_intermediate, step = STAGE_STEP(hidden);
     stage_fill_rows(&s, run->ring_h, width, 1);
     stage_fill(&s, run->shared_h, s.tokens * ws, 1);
     stage_each(&s, MK_TASK_DOWN, mk_cpu_s4_down);
@@ -75,7 +75,7 @@ static void check_row(const stage *s, bool shared, int64_t expert, int64_t r, co
                       const mk_bf16 *dgate, const mk_bf16 *dup, const mk_bf16 *weighted, const float *partial)
 {
     int64_t width = shared ? s->cfg.shared_intermediate : s->cfg.intermediate;
-    for (int64_t g = 0; g < width / 64; g += 1 + (width > 256) * 3) {
+    for (int64_t g = 0; g < width / 64; g += RANKS_SLOW ? 4 : 1 + (width > 256) * 3) {
         float dh[64];
         mk_bf16 a[64], b[64], c[64];
         for (int64_t i = 0; i < 64; i++)

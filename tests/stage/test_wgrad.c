@@ -56,7 +56,7 @@ static void check_matrix(stage *s, int which, bool shared, const mok_grad *g, co
     const mk_bf16 *own_x = (const mk_bf16 *)(const void *)(s->w->heap + s->w->memory.x), *own_dout = (const mk_bf16 *)(const void *)(s->w->heap + s->w->memory.dout);
     const mk_bf16 *left = ring_left(run, which, shared, own_dout), *right = which == 2 ? (shared ? run->shared_h : run->ring_h) : (shared ? own_x : run->ring_x);
     int64_t first = shared ? 0 : run->table.segment_tile[expert] * (int64_t)MK_ROW_TILE, end = first + (shared ? s->tokens : run->table.segment_rows[expert]);
-    for (int64_t i = 0; i < outputs * inputs; i += 1 + (outputs * inputs > 20000) * 112) {
+    for (int64_t i = 0; i < outputs * inputs; i += outputs * inputs > 20000 ? 113 + 400 * RANKS_SLOW : 1 + 4 * RANKS_SLOW) {
         int64_t n = i / inputs, k = i % inputs, at = stage_element(c, which, outputs, inputs, expert, n, k);
         double exact, size;
         float sum = sum_rows(left, right, outputs, inputs, first, end, n, k, &exact, &size), got = grad_at(g, g->packed, at), old = grad_at(g, before, at);

@@ -68,6 +68,7 @@ static inline mok_config good_config(void)
     X((c->ring_rows = 300, c->minibatch_rows = 256), MOK_E_SHAPE, "ring_rows 384 is smaller than two minibatches (256 rows forward") \
     X((c->ring_rows = 256, c->minibatch_rows_bwd = 129), MOK_E_SHAPE, "256 backward): it must be at least 512")                \
     X(c->minibatch_rows = -1, MOK_E_ARG, "minibatch_rows is -1")                                                               \
+    X(c->minibatch_rows = (1 << 20) + 1, MOK_E_ARG, "minibatch_rows is 1048577")                                               \
     X(c->minibatch_rows_bwd = -128, MOK_E_ARG, "minibatch_rows_bwd is -128")                                                   \
     X(c->save = (mok_save)5, MOK_E_ARG, "save is 5")                                                                           \
     X(c->save_rows = 128, MOK_E_ARG, "save_rows is 128, but save is not MOK_SAVE_ROWS")                                        \

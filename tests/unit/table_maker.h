@@ -134,7 +134,7 @@ static inline mk_dims table_random_dims(uint64_t *state)
     c.topk = 1 + test_below(state, mk_min(c.num_experts, 6));
     int32_t ranks = (int32_t)(1 + test_below(state, 5)), rank = (int32_t)test_below(state, ranks);
     c.max_tokens = 1 + test_below(state, (test_below(state, 3) ? 1500 : 5000) / (ranks * c.topk));
-    int64_t widest = test_below(state, 2) ? 1 : 4; /* small rings turn and cut more */
+    int64_t widest = test_below(state, 2) ? 1 : test_below(state, 2) ? 4 : 9; /* small rings turn and cut more */
     c.minibatch_rows = MK_ROW_TILE * (1 + test_below(state, widest));
     c.minibatch_rows_bwd = MK_ROW_TILE * (1 + test_below(state, widest));
     c.ring_rows = 2 * mk_max(c.minibatch_rows, c.minibatch_rows_bwd) + MK_ROW_TILE * test_below(state, 2 * widest);

@@ -18,6 +18,8 @@ static mk_grid random_grid(uint64_t *state, mk_pass pass, bool with_wgrad, bool 
     g.dispatch = (int32_t)(1 + test_below(state, 2));
     g.gate_up = (int32_t)(1 + test_below(state, 3));
     g.shared_gate_up = (int32_t)(1 + test_below(state, 3));
+    g.group_tiles = (int32_t)test_below(state, test_below(state, 2) ? 3 : 12);
+    g.raises = (int32_t)test_below(state, 3);
     if (pass == MK_PASS_FORWARD) {
         g.down = (int32_t)(1 + test_below(state, 3));
         g.shared_down = (int32_t)(1 + test_below(state, 2));
@@ -72,22 +74,29 @@ static void append(task_list *l, mk_task_kind kind, int64_t tile, int32_t parts)
         l->tasks[l->count++] = (mk_task){kind, (int32_t)tile, p};
 }
 
-/* [kind] of every tile of one minibatch, in the direction of the pass. */
-static void append_minibatch(task_list *l, const mk_walk *w, int64_t b, mk_task_kind kind, int32_t parts)
+/* GEMM tasks of tiles [first, end), in the direction of the pass: in groups of tiles, and of a group all tiles for part 0, then for
+ * part 1, … */
+static void append_groups(task_list *l, int64_t first, int64_t end, bool ascending, mk_task_kind kind, int32_t parts, int64_t group)
 {
-    int64_t first = b * w->mb_tiles, end = mk_min(first + w->mb_tiles, w->num_tiles);
-    if (w->pass == MK_PASS_BACKWARD)
-        for (int64_t t = first; t < end; t++)
-            append(l, kind, t, parts);
-    else
-        for (int64_t t = end - 1; t >= first; t--)
-            append(l, kind, t, parts);
+    int64_t count = end - first;
+    for (int64_t start = 0; start < count; start += group)
+        for (int32_t part = 0; part < parts; part++)
+            for (int64_t i = start; i < mk_min(start + group, count) && l->count < MAX_TASKS; i++)
+                l->tasks[l->count++] = (mk_task){kind, (int32_t)(ascending ? first + i : end - 1 - i), part};
+}
+
+/* [kind] of every tile of one minibatch. Dispatches do not come in groups; the first minibatch's groups are a quarter of the others'. */
+static void append_minibatch(task_list *l, const mk_walk *w, int64_t b, mk_task_kind kind, int32_t parts, bool leads_the_pass)
+{
+    int64_t first = b * w->mb_tiles, end = mk_min(first + w->mb_tiles, w->num_tiles), group = w->grid.group_tiles;
+    if (leads_the_pass)
+        group /= 4;
+    append_groups(l, first, end, w->pass == MK_PASS_BACKWARD, kind, parts, kind == MK_TASK_DISPATCH || group < 1 ? 1 : group);
 }
 
 static void append_shared(task_list *l, const mk_walk *w, mk_task_kind kind, int32_t parts)
 {
-    for (int64_t t = 0; t < w->shared_tiles; t++)
-        append(l, kind, t, parts);
+    append_groups(l, 0, w->shared_tiles, true, kind, parts, mk_max(w->grid.group_tiles, 1));
 }
 
 static void draw_forward(task_list *l, const mk_walk *w)
@@ -97,11 +106,11 @@ static void draw_forward(task_list *l, const mk_walk *w)
     append_shared(l, w, MK_TASK_SHARED_DOWN, w->grid.shared_down);
     for (int64_t m = 0; m <= M; m++) { /* step m leads with the table's minibatch M-1-m and lags with M-m */
         if (m < M) {
-            append_minibatch(l, w, M - 1 - m, MK_TASK_DISPATCH, w->grid.dispatch);
-            append_minibatch(l, w, M - 1 - m, MK_TASK_GATE_UP, w->grid.gate_up);
+            append_minibatch(l, w, M - 1 - m, MK_TASK_DISPATCH, w->grid.dispatch, false);
+            append_minibatch(l, w, M - 1 - m, MK_TASK_GATE_UP, w->grid.gate_up, m == 0);
         }
         if (m > 0)
-            append_minibatch(l, w, M - m, MK_TASK_DOWN, w->grid.down);
+            append_minibatch(l, w, M - m, MK_TASK_DOWN, w->grid.down, false);
     }
 }
 
@@ -114,13 +123,14 @@ static void draw_backward(task_list *l, const mk_walk *w, const mk_piece *pieces
     append(l, MK_TASK_SHARED_WGRAD, 0, w->grid.shared_wgrad);
     for (int64_t m = 0; m <= M; m++) {
         if (m < M) {
-            append_minibatch(l, w, m, MK_TASK_DISPATCH, w->grid.dispatch);
-            for (int64_t t = m * w->mb_tiles; t < mk_min((m + 1) * w->mb_tiles, w->num_tiles); t++)
-                append(l, MK_TASK_GATE_UP, t, t >= w->replay_from ? w->grid.gate_up : 0);
-            append_minibatch(l, w, m, MK_TASK_DGRAD_DOWN, w->grid.dgrad_down);
+            int64_t end = mk_min((m + 1) * w->mb_tiles, w->num_tiles), replayed = mk_max(m * w->mb_tiles, w->replay_from);
+            append_minibatch(l, w, m, MK_TASK_DISPATCH, w->grid.dispatch, false);
+            append_groups(l, mk_min(replayed, end), end, true, MK_TASK_GATE_UP, w->grid.gate_up,
+                          mk_max(m == 0 ? w->grid.group_tiles / 4 : w->grid.group_tiles, 1));
+            append_minibatch(l, w, m, MK_TASK_DGRAD_DOWN, w->grid.dgrad_down, m == 0);
         }
         if (m > 0)
-            append_minibatch(l, w, m - 1, MK_TASK_DGRAD_GATE_UP, w->grid.dgrad_gate_up);
+            append_minibatch(l, w, m - 1, MK_TASK_DGRAD_GATE_UP, w->grid.dgrad_gate_up, false);
         for (int64_t p = 0; p < num_pieces && (m > 0 || M == 0); p++)
             if (M == 0 || pieces[p].minibatch == m - 1)
                 append(l, MK_TASK_WGRAD, p, w->grid.wgrad);
@@ -525,11 +535,11 @@ static void finish_task(machine *v, mk_task task)
     int counter = mk_task_counter(task.kind);
     if (counter < 0)
         return;
-    uint32_t amount = 1;
+    uint32_t amount = v->c->w.grid.raises > 1 ? (uint32_t)v->c->w.grid.raises : 1; /* a GEMM task's */
     if (task.kind == MK_TASK_DISPATCH)
         amount = (uint32_t)mk_valid_rows(&m->t, task.tile);
     *counter_at(v, counter, task.tile) += amount;
-    if (task.kind == MK_TASK_WGRAD && m->t.pieces[task.tile].is_last && *counter_at(v, counter, task.tile) == (uint32_t)v->c->w.grid.wgrad &&
+    if (task.kind == MK_TASK_WGRAD && m->t.pieces[task.tile].is_last && *counter_at(v, counter, task.tile) == (uint32_t)v->c->w.grid.wgrad * amount &&
         v->partial_of == task.tile)
         v->partial_of = -1;
 }
