@@ -23,6 +23,7 @@ import torch.distributed as dist
 from . import _library as lib
 
 RECORD_BYTES = 1024  # what ranks tell each other about a heap
+_connected: dict[str, int] = {}  # providers made so far, by the name of the process group
 
 
 class ProviderError(RuntimeError):
@@ -50,13 +51,23 @@ class Provider:
         self.error: Exception | None = None  # of the last callback that failed
         self.broken = False  # a rank is missing: nothing can be gathered any more
         self.round = 0
-        self.gloo = dist.new_group(dist.get_process_group_ranks(process_group), timeout=self.timeout, backend="gloo", use_local_synchronization=True)
-        self.store = dist.PrefixStore(f"mok/{self.gloo.group_name}", dist.distributed_c10d._get_default_store())
+        self.store, self.gloo = self._connect()
         self.heaps: dict[int, object] = {}
         self.struct = lib.Provider()
         self.struct.all_gather = lib.ALL_GATHER(self._callback(self._all_gather))
         self.struct.heap_alloc = lib.HEAP_ALLOC(self._callback(self._heap_alloc))
         self.struct.heap_free = lib.HEAP_FREE(self._callback(self._heap_free))
+
+    def _connect(self):
+        """A gloo group of these ranks alone. dist.new_group would have to be called by the whole world, or as often by each rank of it."""
+        name = self.process_group.group_name
+        number = _connected[name] = _connected.get(name, 0) + 1  # making groups is collective: every member counts alike
+        store = dist.PrefixStore(f"mok/{name}/{number}", dist.distributed_c10d._get_default_store())
+        try:
+            return store, dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), self.rank, self.size, timeout=self.timeout)
+        except RuntimeError as error:
+            raise ProviderError(f"rank {self.rank} could not reach the {self.size} ranks of the group within {self.timeout.total_seconds():g} s "
+                                f"({_first_line(error)})") from error
 
     def _callback(self, function):
         def call(_user, *arguments):
@@ -79,7 +90,7 @@ class Provider:
         everyone = [torch.empty_like(mine) for _ in range(self.size)]
         self._arrive()
         try:
-            dist.all_gather(everyone, mine, group=self.gloo, async_op=True).wait(self.timeout)
+            self.gloo.allgather([everyone], [mine]).wait(self.timeout)
         except RuntimeError as error:
             self.broken = True
             raise ProviderError(self._explain(error)) from error

@@ -104,7 +104,7 @@ def _cast(dtype, *values):
 def _engine_for(x, expert_ids, router_weights, gate, shared_gate, shared_output_gate, group, num_experts, max_tokens, swiglu_limit, gate_up, save, timeout) -> Engine:
     found = find_group(group, x.device, timeout)
     local = gate.shape[0] if isinstance(gate, torch.Tensor) else len(gate)
-    rows = (gate.shape[-2] if isinstance(gate, torch.Tensor) else gate[0].shape[0]) if local else None
+    rows = gate.shape[-2] if isinstance(gate, torch.Tensor) else gate[0].shape[0] if local else None
     if rows is None:
         raise ValueError("this rank has no experts, so that the width cannot be seen from its weights: give engine=")
     halves = 1 if gate_up == "separate" else 2
