@@ -66,7 +66,9 @@ static void count_flops(const layer_problem *p, bench_layer *out)
 
 static bool run(const bench_settings *s, const layer_problem *p, bench_layer *out, char *error, size_t error_size)
 {
-    layer_options o = {.ranks = s->ranks, .save = s->save, .save_rows = s->save_rows, .cpu_threads = s->threads, .backend = s->cfg.backend,
+    static const int32_t first_device[4096];
+    bool cuda = s->cfg.backend == MOK_BACKEND_CUDA;
+    layer_options o = {.ranks = s->ranks, .forward_only = cuda, .devices = cuda ? first_device : NULL, .save = s->save, .save_rows = s->save_rows, .cpu_threads = s->threads, .backend = s->cfg.backend,
                        .repeat = s->repeat + 1, .before_pass = before_pass};
     layer_result r;
     double *seconds = calloc(3 * (size_t)s->repeat, sizeof *seconds);

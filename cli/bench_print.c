@@ -72,7 +72,8 @@ bool bench_print_json(const bench_report *r)
         json_int(&w, "ring_rows", r->layer.config.ring_rows);
         time_json(&w, "schedule", r->layer.schedule, 0);
         time_json(&w, "forward", r->layer.forward, r->layer.forward_flops);
-        time_json(&w, "backward", r->layer.backward, r->layer.backward_flops);
+        if (s->cfg.backend != MOK_BACKEND_CUDA)
+            time_json(&w, "backward", r->layer.backward, r->layer.backward_flops);
         json_end_object(&w);
     }
     if (r->has_gemm)
@@ -103,7 +104,8 @@ static void print_layer(const bench_report *r)
     term_table_start(&t, "lrrrrr", (const char *[]){"pass", "p50", "p99", "fastest", "work", "rate"});
     time_row(&t, "schedule", l->schedule, 0);
     time_row(&t, "forward", l->forward, l->forward_flops);
-    time_row(&t, "backward", l->backward, l->backward_flops);
+    if (r->settings.cfg.backend != MOK_BACKEND_CUDA)
+        time_row(&t, "backward", l->backward, l->backward_flops);
     term_table_print(&t, stdout);
     /* Of the fastest, because a schedule's time includes waiting for ranks that are still in the pass before. */
     printf("\nThe fastest schedule takes %.2g %% of the fastest forward's time.\n", 100 * l->schedule.fastest / l->forward.fastest);

@@ -86,7 +86,9 @@ static int check_bad_id(const check_settings *s)
 {
     layer_problem p;
     layer_result r = {0};
-    layer_options o = {.ranks = (int32_t)s->ranks.values[s->ranks.count - 1], .backend = s->cfg.backend, .forward_only = true};
+    static const int32_t first_device[4096];
+    layer_options o = {.ranks = (int32_t)s->ranks.values[s->ranks.count - 1], .backend = s->cfg.backend, .forward_only = true,
+                       .devices = s->num_devices ? first_device : NULL};
     char error[512] = "out of memory";
     mok_status status = MOK_E_MEMORY;
     if (layer_make(&p, &s->cfg, s->tokens, LAYER_UNIFORM, s->dropped, s->seed)) {
@@ -130,7 +132,7 @@ int command_check(int argc, char **argv)
 {
     check_settings s = {.quick = false};
     shape_options shape = {.model = NULL};
-    int64_t seed;
+    int64_t seed, devices;
     const char *backend;
     bool json, bad_ids;
     char error[1024], name[64];
@@ -140,7 +142,8 @@ int command_check(int argc, char **argv)
         ARG_INT_LIST("ranks", "P,P,...", &s.ranks, "1,2,4,8", 1, 4096, "numbers of ranks to compare"),
         ARG_DOUBLE("dropped", "SHARE", &s.dropped, 0.05, 0, 1, "share of the routes that are dropped (-1)"),
         ARG_INT("seed", "N", &seed, -1, 0, INT64_MAX, "seed of data and routes; a fresh one, printed, if not given"),
-        ARG_STRING("backend", "NAME", &backend, "auto", "auto or cpu"),
+        ARG_STRING("backend", "NAME", &backend, "cpu", "cpu, or cuda: the forward, with virtual ranks if there are more ranks than GPUs"),
+        ARG_INT("devices", "N", &devices, 1, 1, 64, "cuda: GPUs that the ranks are spread over"),
         ARG_FLAG("quick", &s.quick, "fewer variants"),
         ARG_FLAG("bad-ids", &bad_ids, "instead, give one route an expert that does not exist and show how it is refused"),
         ARG_FLAG("json", &json, "print JSON"),
@@ -153,11 +156,10 @@ int command_check(int argc, char **argv)
     if (parsed == ARGS_OK) {
         if (!args_given(options, num_options, "topk") && shape.topk > shape.experts)
             shape.topk = shape.experts;
-        bool ok = shape_resolve(&shape, &s.cfg, name, NULL, error, sizeof error) && shape_backend(backend, &s.cfg.backend, error, sizeof error);
-        if (ok && s.cfg.backend == MOK_BACKEND_CUDA) {
-            snprintf(error, sizeof error, "--backend cuda is not checked by this command yet: use cpu");
-            ok = false;
-        }
+        bool ok = shape_resolve(&shape, &s.cfg, name, NULL, error, sizeof error) && shape_backend(backend, &s.cfg.backend, error, sizeof error) &&
+                  shape_backend_usable(s.cfg.backend, error, sizeof error);
+        s.forward_only = s.cfg.backend == MOK_BACKEND_CUDA;
+        s.num_devices = s.forward_only ? (int32_t)devices : 0;
         s.seed = seed >= 0 ? (uint64_t)seed : fresh_seed();
         ok = ok && is_legal(&s, error, sizeof error);
         if (ok)

@@ -18,6 +18,9 @@ typedef struct variant {
     int32_t threads;
 } variant;
 
+/* Not for a forward alone. */
+static bool needs_backward(const variant *v) { return v->recompute || v->two_call || v->by_pointer; }
+
 /* The first is what the others are compared with. The last must be quick too, so that MOK_CHECK_FAULT always meets one. */
 static const variant variants[] = {
     {"everything in the ring", "all", RING_EVERYTHING, 128, 128, MOK_SAVE_ALL, 0, 1, .quick = true},
@@ -64,11 +67,13 @@ static void inject_fault(const layer_problem *p, layer_result *r, bool last)
 
 /* ----------------------------------------------------------------------------------------------------------- runs -- */
 
+static bool is_run(const check_settings *s, const variant *v) { return (v->quick || !s->quick) && !(s->forward_only && needs_backward(v)); }
+
 int64_t check_count_runs(const check_settings *s)
 {
     int64_t n = 0;
     for (int i = 0; i < NUM_VARIANTS; i++)
-        n += variants[i].quick || !s->quick;
+        n += is_run(s, &variants[i]);
     return n * (int64_t)s->ranks.count;
 }
 
@@ -94,14 +99,14 @@ static void lopsided_split(int64_t tokens, int32_t ranks, int64_t *tokens_of_ran
     tokens_of_rank[ranks - 1] += tokens - tokens_of_rank[0];
 }
 
-static layer_options options_of(const check_settings *s, const variant *v, int32_t ranks, const int64_t *split)
+static layer_options options_of(const check_settings *s, const variant *v, int32_t ranks, const int64_t *split, const int32_t *devices)
 {
     int64_t capacity = capacity_of(s, ranks), half = capacity / 2 > SMALL ? capacity / 2 : SMALL;
     return (layer_options){.ranks = ranks, .tokens_of_rank = v->lopsided ? split : NULL,
                            .ring_rows = v->ring == RING_EVERYTHING ? capacity : v->ring == RING_HALF ? half : v->ring,
                            .minibatch_rows = v->minibatch, .minibatch_rows_bwd = v->minibatch_bwd, .save = v->save, .save_rows = v->save_rows,
                            .cpu_threads = v->threads, .backend = s->cfg.backend, .recompute = v->recompute, .two_call_backward = v->two_call,
-                           .experts_by_pointer = v->by_pointer, .repeat = v->repeat};
+                           .experts_by_pointer = v->by_pointer, .repeat = v->repeat, .forward_only = s->forward_only, .devices = devices};
 }
 
 /* A call that fails is a difference in everything. */
@@ -125,14 +130,17 @@ static bool run_variants(const check_settings *s, check_routing *routing, int32_
     const layer_problem *p = &routing->problem;
     layer_result own = {0}, *here = first->out ? &own : first, r;
     int64_t *split = calloc((size_t)ranks, sizeof *split);
-    bool ok = split != NULL;
+    int32_t *devices = calloc((size_t)ranks, sizeof *devices);
+    bool ok = split && devices;
+    for (int32_t i = 0; ok && s->num_devices && i < ranks; i++)
+        devices[i] = i % s->num_devices;
     for (int j = 0; j < NUM_VARIANTS && ok; j++) {
         const variant *v = &variants[j];
         char error[512];
-        if (s->quick && !v->quick)
+        if (!is_run(s, v))
             continue;
         lopsided_split(p->tokens, ranks, split);
-        layer_options o = options_of(s, v, ranks, split);
+        layer_options o = options_of(s, v, ranks, split, s->num_devices ? devices : NULL);
         if (!(ok = layer_result_make(&r, p, &o)))
             break;
         check_run *run = &routing->runs[routing->num_runs++];
@@ -149,6 +157,7 @@ static bool run_variants(const check_settings *s, check_routing *routing, int32_
     }
     layer_result_free(&own);
     free(split);
+    free(devices);
     return ok;
 }
 

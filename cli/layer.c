@@ -130,6 +130,7 @@ bool layer_result_make(layer_result *r, const layer_problem *p, const layer_opti
     memset(r, 0, sizeof *r);
     int64_t element = r->grad_bytes = o->grad_dtype == MOK_FP32 ? 4 : 2;
     r->ranks = o->ranks;
+    r->forward_only = o->forward_only;
     r->out = poisoned(n * c->hidden * 2);
     r->dx = poisoned(n * c->hidden * 2);
     r->drouter_weights = poisoned(n * c->topk * 4);

@@ -56,6 +56,7 @@ typedef struct layer_result {
     double seconds_schedule, seconds_forward, seconds_backward; /* rank 0's last repeat */
     int64_t grad_bytes;            /* per element */
     int32_t ranks;
+    bool forward_only;             /* out is all there is */
 } layer_result;
 
 /* Allocates a result for problem and options, every byte 0xff (NaN). False: no memory. */

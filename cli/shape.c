@@ -153,6 +153,17 @@ bool shape_backend(const char *text, mok_backend_id *backend, char *error, size_
     return false;
 }
 
+bool shape_backend_usable(mok_backend_id backend, char *error, size_t error_size)
+{
+    mok_backend_info b = MOK_INIT(mok_backend_info);
+    for (int32_t i = 0; mok_backend_query(i, &b) == MOK_OK; i++)
+        if (b.id == backend && !b.usable) {
+            snprintf(error, error_size, "--backend %s cannot run here: %.400s", backend_names[backend], b.detail);
+            return false;
+        }
+    return true;
+}
+
 const char *shape_backend_name(mok_backend_id backend) { return backend_names[backend]; }
 
 bool shape_save(const char *text, mok_save *save, int64_t *rows, char *error, size_t error_size)

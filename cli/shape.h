@@ -47,6 +47,8 @@ const char *shape_closest_model(const char *name);
 bool shape_fits(double bytes, char *error, size_t error_size);
 
 /* "cpu", "cuda" or "auto". */
+/* One sentence if the backend cannot run here. */
+bool shape_backend_usable(mok_backend_id backend, char *error, size_t error_size);
 bool shape_backend(const char *text, mok_backend_id *backend, char *error, size_t error_size);
 const char *shape_backend_name(mok_backend_id backend);
 /* "none", "ring", "all", "auto" or a number of rows. */
