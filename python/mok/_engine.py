@@ -78,20 +78,36 @@ class Engine:
 
     def schedule(self, expert_ids: torch.Tensor, layer: int = 0) -> torch.Tensor:
         """expert_ids [T, K], int32 or int64 -> the routing as an opaque tensor, for `moe(..., schedule=...)`. -1 drops a route."""
-        ids = as_ids(expert_ids, self.shape.topk)
+        ids = self._ids(expert_ids, layer)
         if traced(ids):
             return torch.ops.mok.schedule(ids, self.handle, layer)
         return self.workspace(ids.shape[0]).schedule(ids, layer)[0]
 
     def schedule_with_counts(self, expert_ids: torch.Tensor, layer: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Also routes per expert [E] int64: of this rank's tokens, and of all ranks'."""
-        return torch.ops.mok.schedule_with_counts(as_ids(expert_ids, self.shape.topk), self.handle, layer)
+        return torch.ops.mok.schedule_with_counts(self._ids(expert_ids, layer), self.handle, layer)
+
+    def _ids(self, expert_ids: torch.Tensor, layer: int) -> torch.Tensor:
+        try:
+            check_ids(expert_ids, self.shape.topk, self.device)
+        except (TypeError, ValueError):
+            self.refuse(True, layer)
+            raise
+        return as_ids(expert_ids, self.shape.topk)
 
     def route_once(self, expert_ids: torch.Tensor, layer: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """-> ids and schedule; when activation checkpointing runs a region again, those of the first run, and no rank meets another."""
         if torch.compiler.is_compiling():
             return expert_ids, self.schedule(expert_ids, layer)
         return _replay.once((self.handle, layer), lambda: (expert_ids, self.schedule(expert_ids, layer)))
+
+    def refuse(self, before_schedule: bool, layer: int = 0) -> None:
+        """This rank will not make its next call, for a reason of its own: the other ranks' call fails at once, naming this rank. The library
+        announces only refusals of its own, so it is given a call to refuse."""
+        if self.group.size == 1 or torch.compiler.is_compiling():
+            return
+        for workspace in self._open.values():
+            workspace.refuse(before_schedule, layer)
 
     def wait(self) -> None:
         """Blocks until all work is done; raises what the device has found wrong."""
@@ -148,14 +164,19 @@ def close_all() -> None:
         found.close()
 
 
-def as_ids(expert_ids: torch.Tensor, topk: int) -> torch.Tensor:
-    """[..., K] of any whole-number type as dense [T, K] int32; what does not fit 32 bits stays out of range."""
+def check_ids(expert_ids, topk: int, device: torch.device) -> None:
     if not isinstance(expert_ids, torch.Tensor):
         raise TypeError(f"expert_ids is a {type(expert_ids).__name__}: it must be a tensor")
     if expert_ids.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"expert_ids is {expert_ids.dtype}: it must be int32 or int64")
     if expert_ids.dim() < 2 or expert_ids.shape[-1] != topk:
         raise ValueError(f"expert_ids is {list(expert_ids.shape)}: it must be [T, {topk}]")
+    if expert_ids.device != device:
+        raise ValueError(f"expert_ids is on {expert_ids.device}, the layer is on {device}")
+
+
+def as_ids(expert_ids: torch.Tensor, topk: int) -> torch.Tensor:
+    """[..., K] of either whole-number type as dense [T, K] int32; what does not fit 32 bits stays out of range."""
     ids = expert_ids.reshape(-1, topk)
     if ids.dtype == torch.int64:
         ids = ids.clamp(-(2**31), 2**31 - 1).to(torch.int32)

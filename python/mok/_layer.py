@@ -6,7 +6,7 @@ from typing import Sequence
 
 import torch
 
-from ._engine import Engine, as_ids, find_engine
+from ._engine import Engine, as_ids, check_ids, find_engine
 from ._group import find_group
 from ._operators import run_layer
 from ._sinks import Sink
@@ -66,17 +66,17 @@ def moe(
         engine = _engine_for(x, expert_ids, router_weights, gate, shared_gate, shared_output_gate, group, num_experts, max_tokens, swiglu_limit, gate_up, save, timeout)
     weights = {"gate": _listed(gate), "up": _listed(up), "down": _listed(down)}
     shared = {"shared_gate": shared_gate, "shared_up": shared_up, "shared_down": shared_down, "shared_output_gate": shared_output_gate}
-    check_arguments(engine.shape, engine.num_local_experts, packed, x, router_weights, weights, shared, engine.device)
+    try:
+        check_arguments(engine, packed, x, expert_ids, router_weights, weights, shared)
+    except (TypeError, ValueError):
+        engine.refuse(schedule is None, layer)
+        raise
     if main_grad and not isinstance(main_grad, Sink):
         main_grad = Sink({**weights, **{name: _listed(t) for name, t in shared.items()}})
     shape = x.shape
     x, router_weights = x.reshape(-1, shape[-1]).contiguous(), router_weights.reshape(-1, engine.shape.topk).contiguous()
     if schedule is None:
-        ids, schedule = engine.route_once(as_ids(expert_ids, engine.shape.topk), layer)
-        if ids.shape[0] != x.shape[0]:
-            raise ValueError(f"expert_ids has {ids.shape[0]} tokens, x has {x.shape[0]}")
-    if router_weights.shape[0] != x.shape[0]:
-        raise ValueError(f"router_weights has {router_weights.shape[0]} tokens, x has {x.shape[0]}")
+        _, schedule = engine.route_once(as_ids(expert_ids, engine.shape.topk), layer)
     out = run_layer(x, router_weights, schedule, [[t.contiguous() for t in tensors] for tensors in weights.values()],
                     [None if t is None else t.contiguous() for t in shared.values()], engine.handle, layer, packed, recompute, main_grad.handle if main_grad else "")
     if main_grad and not torch.compiler.is_compiling() and out.grad_fn is not None:
@@ -118,16 +118,22 @@ def _engine_for(x, expert_ids, router_weights, gate, shared_gate, shared_output_
     )
 
 
-def check_arguments(shape: Shape, experts: int, packed: bool, x, router_weights, weights: dict, shared: dict, device) -> None:
+def check_arguments(engine: Engine, packed: bool, x, expert_ids, router_weights, weights: dict, shared: dict) -> None:
     """Types and shapes, each refusal with the name of what is wrong. The library does not see shapes, only pointers."""
+    shape, experts, device = engine.shape, engine.num_local_experts, engine.device
     hidden, width, shared_width = shape.hidden, shape.intermediate, shape.shared_intermediate
     halves = 1 if shape.gate_up == "separate" else 2
     _check("x", x, torch.bfloat16, device)
     if x.shape[-1] != hidden:
         raise ValueError(f"x is {list(x.shape)}: its last size must be {hidden}")
     _check("router_weights", router_weights, shape.router_dtype, device)
-    if router_weights.shape[-1] != shape.topk:
-        raise ValueError(f"router_weights is {list(router_weights.shape)}: its last size must be {shape.topk}")
+    tokens = x.numel() // hidden
+    check_ids(expert_ids, shape.topk, device)
+    for name, routes in (("router_weights", router_weights), ("expert_ids", expert_ids)):
+        if routes.shape[-1] != shape.topk:
+            raise ValueError(f"{name} is {list(routes.shape)}: its last size must be {shape.topk}")
+        if routes.numel() != tokens * shape.topk:
+            raise ValueError(f"{name} has {routes.numel() // shape.topk} tokens, x has {tokens}")
     wanted = {"gate": (halves * width, hidden), "up": (width, hidden) if halves == 1 else None, "down": (hidden, width)}
     for name, size in wanted.items():
         if size is not None and shape.weight_layout == "kn":

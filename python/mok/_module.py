@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import NamedTuple
 
@@ -134,6 +135,14 @@ class MoE(nn.Module):
             self._engine = self._find_engine(device)
         return self
 
+    def __deepcopy__(self, memo):
+        """Another layer with the same ranks and workspace."""
+        result = self.__class__.__new__(self.__class__)
+        memo[id(self)], memo[id(self._group)], memo[id(self._engine)], memo[id(self._sink)] = result, self._group, self._engine, None
+        result.__dict__ = {name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()}
+        result._sink = None
+        return result
+
     @property
     def engine(self) -> Engine:
         return self._engine
@@ -166,6 +175,9 @@ class MoE(nn.Module):
         else:
             if router_weights is None:
                 raise ValueError("expert_ids is given without router_weights")
+            if expert_ids.numel() != rows.shape[0] * self.topk:
+                self._engine.refuse(True, self.layer)
+                raise ValueError(f"expert_ids is {list(expert_ids.shape)}: x has {rows.shape[0]} tokens, each with {self.topk} routes")
             ids, router_weights = as_ids(expert_ids, self.topk), router_weights.reshape(-1, self.topk).to(self._shape.router_dtype)
             if mask is not None:
                 ids = torch.where(mask.reshape(-1, 1), ids, -1)

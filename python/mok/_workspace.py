@@ -225,6 +225,11 @@ class Workspace:
         del alive
         return dx, drouter
 
+    def refuse(self, before_schedule: bool, layer: int = 0) -> None:
+        """Lets the other ranks' next schedule or forward fail with this rank's name."""
+        args = lib.ScheduleArgs(layer=layer, num_tokens=-1) if before_schedule else lib.ForwardArgs(layer=layer, num_tokens=-1)
+        (self._library.mok_schedule if before_schedule else self._library.mok_forward)(self.handle, byref(args), self.stream())
+
     def _call(self, name: str, reference) -> None:
         if self.handle is None:
             raise ValueError("this workspace is closed")

@@ -124,7 +124,7 @@ def test_without_max_tokens_the_workspace_grows(device):
         a.sum().backward()
         b.sum().backward()
         assert torch.equal(a, b) and torch.equal(x.grad, y.grad)
-    assert sorted(layer.engine._open) == [128, 512, 1024]
+    assert sorted(layer.engine._open) == [128, 256, 512, 1024]
 
 
 def test_layers_of_one_shape_share_a_workspace(device):
@@ -158,7 +158,7 @@ def test_wrong_inputs_are_named(device):
         layer(x, torch.zeros(20, 3, dtype=torch.int64), torch.ones(20, 2))
     with pytest.raises(ValueError, match="router_weights has 19 tokens, x has 20"):
         layer(x, torch.zeros(20, 2, dtype=torch.int64), torch.ones(19, 2))
-    with pytest.raises(ValueError, match="expert_ids has 19 tokens, x has 20"):
+    with pytest.raises(ValueError, match=r"expert_ids is \[19, 2\]: x has 20 tokens"):
         layer(x, torch.zeros(19, 2, dtype=torch.int64), torch.ones(20, 2))
     with pytest.raises(ValueError, match="down is"):
         mok.moe(x, torch.zeros(20, 2, dtype=torch.int64), torch.ones(20, 2), layer.gate, layer.up, layer.up)

@@ -144,6 +144,28 @@ def test_S9_one_token_too_many_on_one_rank_raises_on_all(run_ranks):
     assert results[1][0].startswith("CallerError") and "rank 1 refused" in results[0][0]
 
 
+def _wrong_on_one_rank(group, p):
+    engine = mok.engine(group=group, hidden=128, intermediate=64, num_experts=8, topk=2, max_tokens=64)
+    first, count = engine.first_expert, engine.num_local_experts
+    weights = [w[first : first + count].contiguous() for w in (p.gate, p.up, p.down)]
+    engine.prepare()
+    wrong = {0: lambda: mok.moe(p.x.float(), p.expert_ids, p.router_weights, *weights, engine=engine), 1: lambda: engine.schedule(p.expert_ids[:, :1])}
+    sentences = []
+    for culprit, call in wrong.items():
+        mine = call if group.rank == culprit else lambda: mok.moe(p.x, p.expert_ids, p.router_weights, *weights, engine=engine)
+        sentences.append(_expect(mine, (TypeError, ValueError, RuntimeError)))
+    return sentences, mok.moe(p.x, p.expert_ids, p.router_weights, *weights, engine=engine)
+
+
+def test_what_python_refuses_on_one_rank_fails_on_the_others_at_once(run_ranks):
+    start = time.monotonic()
+    (first, out), (second, _) = run_ranks(2, _wrong_on_one_rank, reference.make())
+    assert time.monotonic() - start < ranks.TIMEOUT / 2
+    assert first[0].startswith("TypeError: x is torch.float32") and "rank 0 refused" in second[0]
+    assert second[1].startswith("ValueError: expert_ids is [50, 1]") and "rank 1 refused" in first[1]
+    assert out.isfinite().all()
+
+
 def _bad_route(group, p):
     engine = mok.engine(group=group, hidden=128, intermediate=64, num_experts=8, topk=2, max_tokens=64)
     ids = p.expert_ids.clone()
