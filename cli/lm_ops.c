@@ -51,25 +51,25 @@ INLINE void tile(int rows, int vectors, int64_t K, const lm_real *a, int64_t a_m
 INLINE void columns(int vectors, int64_t M, int64_t K, const lm_real *a, int64_t a_m, int64_t a_k, const lm_real *b, int64_t N, lm_real *out,
                     bool add)
 {
-    int64_t m = 0;
-    for (; m + TILE_M <= M; m += TILE_M)
-        tile(TILE_M, vectors, K, a + m * a_m, a_m, a_k, b, N, out + m * N, add);
-    for (; m < M; m++)
-        tile(1, vectors, K, a + m * a_m, a_m, a_k, b, N, out + m * N, add);
+    const int last = (int)(M % TILE_M);
+    for (int64_t i = 0; i < M / TILE_M; i++, a += TILE_M * a_m, out += TILE_M * N)
+        tile(TILE_M, vectors, K, a, a_m, a_k, b, N, out, add);
+    for (int i = 0; i < last; i++)
+        tile(1, vectors, K, a + i * a_m, a_m, a_k, b, N, out + i * N, add);
 }
 
-/* Columns that do not fill a vector. */
-INLINE void last_columns(int64_t cols, int64_t M, int64_t K, const lm_real *a, int64_t a_m, int64_t a_k, const lm_real *b, int64_t N,
+/* Columns that do not fill a vector: fewer than LANES. */
+INLINE void last_columns(int cols, int64_t M, int64_t K, const lm_real *a, int64_t a_m, int64_t a_k, const lm_real *b, int64_t N,
                          lm_real *out, bool add)
 {
     for (int64_t m = 0; m < M && cols; m++) {
         lm_real sum[LANES] = {0};
-        for (int64_t j = 0; j < cols && add; j++)
+        for (int j = 0; j < cols && add; j++)
             sum[j] = out[m * N + j];
         for (int64_t k = 0; k < K; k++)
-            for (int64_t j = 0; j < cols; j++)
+            for (int j = 0; j < cols; j++)
                 sum[j] += a[m * a_m + k * a_k] * b[k * N + j];
-        for (int64_t j = 0; j < cols; j++)
+        for (int j = 0; j < cols; j++)
             out[m * N + j] = sum[j];
     }
 }
@@ -87,7 +87,7 @@ INLINE void lm_matmul_body MATMUL_PARAMS
         columns(2, M, K, a, a_m, a_k, b + n, N, out + n, add);
     for (; n + LANES <= N; n += LANES)
         columns(1, M, K, a, a_m, a_k, b + n, N, out + n, add);
-    last_columns(N - n, M, K, a, a_m, a_k, b + n, N, out + n, add);
+    last_columns((int)(N % LANES), M, K, a, a_m, a_k, b + n, N, out + n, add);
 }
 VARIANTS(LM_OP(matmul), MATMUL_PARAMS, MATMUL_ARGS)
 

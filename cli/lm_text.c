@@ -85,45 +85,64 @@ static bool read_path(reader *r, const char *path, bool named, int depth);
 /* scandir's order would follow the locale. */
 static int by_name(const void *a, const void *b) { return strcmp(*(char *const *)a, *(char *const *)b); }
 
+/* False with errno. */
 static bool list_folder(const char *path, char ***names, size_t *count)
 {
     DIR *dir = opendir(path);
-    if (!dir)
-        return false;
-    for (struct dirent *entry = readdir(dir); entry; entry = readdir(dir)) {
-        char **more = strcmp(entry->d_name, ".") && strcmp(entry->d_name, "..") ? realloc(*names, (*count + 1) * sizeof **names) : NULL;
-        if (!more)
-            continue;
-        *names = more;
-        if (((*names)[*count] = strdup(entry->d_name)))
-            ++*count;
+    bool ok = dir != NULL;
+    for (struct dirent *entry = ok ? readdir(dir) : NULL; entry && ok; entry = readdir(dir)) {
+        char **more = realloc(*names, (*count + 1) * sizeof **names);
+        ok = more != NULL;
+        *names = ok ? more : *names;
+        ok = ok && ((*names)[*count] = strdup(entry->d_name));
+        *count += ok;
     }
-    closedir(dir);
+    if (dir)
+        closedir(dir);
     if (*count)
         qsort(*names, *count, sizeof **names, by_name);
-    return true;
+    return ok;
+}
+
+/* CMake's mark. What is built changes from run to run, and is not what anybody wrote. */
+static bool is_build_folder(char **names, size_t count)
+{
+    for (size_t i = 0; i < count; i++)
+        if (!strcmp(names[i], "CMakeCache.txt"))
+            return true;
+    return false;
+}
+
+/* Links are not followed inside folders: they may lead round in circles. */
+static bool read_entry(reader *r, const char *path, const char *name, int depth)
+{
+    size_t size = strlen(path) + strlen(name) + 2;
+    char *inner = malloc(size);
+    struct stat st;
+    if (!inner)
+        return fail(r, path, "out of memory");
+    snprintf(inner, size, "%s/%s", path, name);
+    bool ok = true;
+    if (lstat(inner, &st))
+        ok = fail(r, inner, strerror(errno));
+    else if ((S_ISDIR(st.st_mode) || S_ISREG(st.st_mode)) && !is_left_out(name, S_ISDIR(st.st_mode)))
+        ok = read_path(r, inner, false, depth + 1);
+    free(inner);
+    return ok;
 }
 
 static bool read_folder(reader *r, const char *path, int depth)
 {
     char **names = NULL;
     size_t count = 0;
-    if (depth > MAX_DEPTH)
-        return fail(r, path, "too many folders inside each other");
-    if (!list_folder(path, &names, &count))
-        return fail(r, path, strerror(errno));
-    bool ok = true;
+    bool ok = list_folder(path, &names, &count);
+    if (!ok)
+        fail(r, path, strerror(errno));
+    else if (depth > MAX_DEPTH)
+        ok = fail(r, path, "too many folders inside each other");
+    bool skip = depth && is_build_folder(names, count);
     for (size_t i = 0; i < count; i++) {
-        size_t size = strlen(path) + strlen(names[i]) + 2;
-        char *inner = malloc(size);
-        if (inner && ok) {
-            snprintf(inner, size, "%s/%s", path, names[i]);
-            struct stat st;
-            /* Links are not followed inside folders: they may lead round in circles. */
-            bool wanted = lstat(inner, &st) == 0 && (S_ISDIR(st.st_mode) || S_ISREG(st.st_mode)) && !is_left_out(names[i], S_ISDIR(st.st_mode));
-            ok = !wanted || read_path(r, inner, false, depth + 1);
-        }
-        free(inner);
+        ok = ok && (skip || read_entry(r, path, names[i], depth));
         free(names[i]);
     }
     free(names);

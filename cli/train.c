@@ -5,6 +5,7 @@
 #include "args.h"
 #include "commands.h"
 #include "shape.h"
+#include "term.h"
 #include "train.h"
 
 #ifndef MOK_SOURCE_DIR
@@ -66,7 +67,9 @@ static bool train(train_settings *s, const arg_string_list *paths, train_outcome
     const char *own = access(MOK_SOURCE_DIR, R_OK) ? "." : MOK_SOURCE_DIR;
     bool ok = lm_text_read(&text, paths->count ? paths->values : &own, paths->count ? paths->count : 1, error, LM_ERROR);
     if (ok && !s->json)
-        printf("%lld files, %lld of them held out\n", (long long)text.files, (long long)text.files_held_out);
+        printf("text: %s bytes of %lld files to learn from, %s of %lld held out, fingerprint %016llx\n", term_count(text.train_size).text,
+               (long long)(text.files - text.files_held_out), term_count(text.held_out_size).text, (long long)text.files_held_out,
+               (unsigned long long)text.fingerprint);
     ok = ok && train_run(s, &text, s->json ? NULL : stdout, outcome, error) && train_write_csv(s, outcome, error);
     if (ok && !(s->json ? train_print_json(s, &text, outcome) : train_print_text(s, &text, outcome))) {
         snprintf(error, LM_ERROR, "the result could not be written");
@@ -97,7 +100,7 @@ int command_train(int argc, char **argv)
         ARG_INT("experts", "E", &c->experts, 16, 1, 4096, "experts of a layer"),
         ARG_INT("topk", "K", &c->topk, 2, 1, 64, "experts of a byte"),
         ARG_INT("context", "C", &c->context, 8, 1, 64, "bytes that the model sees, a divisor of H"),
-        ARG_DOUBLE("lr", "RATE", &s.rate, 3e-3, 0, 1, "learning rate"),
+        ARG_DOUBLE("lr", "RATE", &s.rate, 5e-3, 0, 1, "learning rate, reached after 20 steps; falls with the square root from step 200 on"),
         ARG_DOUBLE("balance", "FACTOR", &c->balance, 0.01, 0, 100, "factor of the load-balancing loss"),
         ARG_INT("seed", "N", &seed, 1, 0, INT64_MAX, "of first parameters and batches"),
         ARG_FLAG("drop-routes", &c->drop_routes, "drop every route, so that no expert sees anything: shows that they are what learns"),
