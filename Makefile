@@ -3,7 +3,7 @@ BUILD ?= build
 JOBS  ?= $(shell nproc 2>/dev/null || echo 2)
 CTEST  = ctest --output-on-failure -j $(JOBS)
 
-.PHONY: all tools demo test test-asan test-tsan test-long install clean
+.PHONY: all tools demo test test-asan test-tsan test-torch test-long install clean
 
 all: tools
 	@cmake -S . -B $(BUILD) >$(BUILD).log 2>&1 || { cat $(BUILD).log; exit 1; }
@@ -28,6 +28,10 @@ test-tsan: tools
 	@cmake -S . -B $(BUILD)-tsan -DMOK_SANITIZE=thread >$(BUILD)-tsan.log 2>&1 || { cat $(BUILD)-tsan.log; exit 1; }
 	@cmake --build $(BUILD)-tsan -j $(JOBS)
 	@sh tools/test.sh $(BUILD)-tsan
+
+# The PyTorch package, in a virtual environment that this makes.
+test-torch:
+	@sh tools/test_torch.sh
 
 # Hours: the emulator over many seeds, then every mutant of the kernels.
 test-long: all

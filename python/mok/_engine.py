@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import hashlib
 
 import torch
 
@@ -14,7 +14,6 @@ from ._workspace import Shape, Workspace, refuse_capture
 
 _engines: dict[tuple, "Engine"] = {}
 _by_handle: dict[str, "Engine"] = {}
-_numbers = itertools.count()
 
 
 class Engine:
@@ -27,19 +26,29 @@ class Engine:
 
     def __init__(self, shape: Shape, group: Group):
         self.shape, self.group, self.device = shape, group, group.device
-        self.handle = f"mok{next(_numbers)}"
         self.first_expert, self.num_local_experts = lib.expert_range(shape.num_experts, group.size, group.rank)
         self._open: dict[int, Workspace] = {}
         self._fixed = shape.max_tokens
         self._plan = None
-        if self._fixed:
-            self.plan()  # refuses what is wrong, here and not in the middle of a step
-        else:
+        if not self._fixed:  # refuse what is wrong here and not in the middle of a step
             lib.plan(dataclasses.replace(shape, max_tokens=1).config(self.device.type, group.timeout), group.size, group.rank)
-        _by_handle[self.handle] = self
+        self._name()
 
     def __repr__(self):
         return f"mok.Engine({self.shape}, {self.group})"
+
+    def _name(self) -> None:
+        """A new handle. Compilers keep graphs on disk and look them up by what is written in them, so everything that sizes depend on is in the word,
+        and the word means the same in every process."""
+        facts = [lib.version(), self.device.type, self.group.size, self.group.rank, repr(self.shape), self._fixed]
+        if self._fixed:
+            facts += [self.plan().schedule_bytes, self.plan().context_bytes]
+        digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+        number = 0
+        while f"{digest}.{number}" in _by_handle:
+            number += 1
+        self.handle = f"{digest}.{number}"
+        _by_handle[self.handle] = self  # earlier words stay: graphs may hold them
 
     def plan(self) -> lib.Plan:
         """Sizes of the workspace, the schedule and the context. Needs max_tokens."""
@@ -55,7 +64,7 @@ class Engine:
         if max_tokens:
             if self._fixed and self._fixed != max_tokens:
                 raise ValueError(f"max_tokens is {max_tokens}, but this engine was made for {self._fixed}")
-            self._fixed = max_tokens
+            self._fix(max_tokens)
         self.plan()
         return self.workspace(0)
 
@@ -73,8 +82,13 @@ class Engine:
         refuse_capture(self.device)
         if self.group.provider is None:
             raise ValueError("max_tokens is not given: ranks that are threads of one process need it")
-        self._fixed = max(_power_of_two(record["tokens"]) for record in self.group.provider.exchange({"tokens": tokens}))
+        self._fix(max(_power_of_two(record["tokens"]) for record in self.group.provider.exchange({"tokens": tokens})))
         return self._fixed
+
+    def _fix(self, max_tokens: int) -> None:
+        if not self._fixed:
+            self._fixed = max_tokens
+            self._name()
 
     def schedule(self, expert_ids: torch.Tensor, layer: int = 0) -> torch.Tensor:
         """expert_ids [T, K], int32 or int64 -> the routing as an opaque tensor, for `moe(..., schedule=...)`. -1 drops a route."""
@@ -160,7 +174,7 @@ def by_handle(handle: str) -> Engine:
 
 def close_all() -> None:
     """Collective over every group in use: gives back all workspaces."""
-    for found in list(_by_handle.values()):
+    for found in dict.fromkeys(_by_handle.values()):  # in the order they were made, which is the same on all ranks
         found.close()
 
 

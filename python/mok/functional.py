@@ -160,7 +160,7 @@ def clear_workspace_cache() -> None:
 
     groups = {w.group for w in _workspaces.values()}
     _workspaces.clear()
-    for engine in list(_by_handle.values()):
+    for engine in dict.fromkeys(_by_handle.values()):
         if engine.group in groups:
             engine.close()
 
