@@ -44,7 +44,7 @@ uint32_t swizzle_address(uint32_t a, int tensor_swizzle)
     return tensor_swizzle == MK_SWIZZLE_128B ? a ^ ((a >> 7 & 7) << 4) : a;
 }
 
-/* gpu_isa.md section 3.3. Element size 2 bytes. */
+/* The canonical layouts of the PTX manual. Element size 2 bytes. */
 uint32_t matrix_element_address(uint64_t descriptor, bool mn_major, uint32_t mn, uint32_t k)
 {
     const uint32_t start = (uint32_t)(descriptor & 0x3fff) << 4;

@@ -1,4 +1,4 @@
-/* Public bug reports against other systems (../shared/cases/public_bugs.md) as small runs of our layer: the id is in the case's name.
+/* Public bug reports against other systems, as small runs of our layer: the id is in the case's name.
  * Rows shown elsewhere: S1 also stage.wgrad; D2 stage.s5_combine; C3, D1, F6, P6, R6 end2end.bits; C6, D4, N1 end2end.workspace; N13
  * end2end.reference; M1, S8 unit.layout; C8, F1, F2, F4, S8, S9 fault. Rows that need a GPU, FP8 or PyTorch are not here. */
 #include "../end2end/rig.h"

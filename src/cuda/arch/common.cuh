@@ -1,5 +1,5 @@
 /* Instructions that sm_90a and sm_100a share. See arch.cuh for the rules; every wrapper here is one PTX instruction with a
- * memory clobber, so that the compiler moves no access across it. Facts: shared/facts/gpu_isa.md sections 1, 2 and 10. */
+ * memory clobber, so that the compiler moves no access across it. */
 #ifndef MK_ARCH_COMMON_CUH
 #define MK_ARCH_COMMON_CUH
 

@@ -2,7 +2,7 @@
  *
  * Accumulator layout: thread t of the warpgroup (warp w = t/32, lane l) holds in register i of N/2
  *   row 16w + l/4 + 8((i>>1)&1), column 8(i>>2) + 2(l%4) + (i&1).
- * Facts: shared/facts/gpu_isa.md section 3. */
+ * See the PTX manual, chapter wgmma. */
 #ifndef MK_ARCH_SM90A_CUH
 #define MK_ARCH_SM90A_CUH
 
