@@ -1,5 +1,5 @@
-/* The arch functions on the emulator, each against what the instruction set says: address arithmetic against the known vectors of
- * those worked out by hand, and the instructions themselves in small kernels, over several orders. */
+/* The arch functions on the emulator, each against what the instruction set says: address arithmetic against vectors
+ * worked out by hand, and the instructions themselves in small kernels, over several orders. */
 #include "cuda/arch/arch.cuh"
 #include "cuda/sync/wait.cuh"
 #include "test.h"
