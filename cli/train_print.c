@@ -7,7 +7,7 @@
 #include "term.h"
 #include "train.h"
 
-/* The points of both curves as doubles, for the terminal and the CSV file. Training losses: means of `window` steps. */
+/* The points of both curves as doubles, for the terminal and the CSV file. */
 typedef struct curves {
     double *train_x, *train_y, *held_x, *held_y;
     term_curve curve[2];
