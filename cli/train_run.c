@@ -132,6 +132,8 @@ static bool finish(trainer *t)
     int64_t batches = t->text->held_out_size / t->s->cfg.tokens;
     batches = batches < 1 ? 1 : batches > MANY_BATCHES ? MANY_BATCHES : batches;
     t->o->held_out_bytes = batches * t->s->cfg.tokens;
+    if (t->o->held_out_bytes > t->text->held_out_size) /* a short text: chunks overlap */
+        t->o->held_out_bytes = t->text->held_out_size;
     return held_out_loss(t, batches, &t->o->held_out);
 }
 
