@@ -7,7 +7,8 @@
 cd "$(dirname "$0")/.." || exit 1
 venv=${VENV:-.venv}
 python=${PYTHON:-python3}
-log=build-torch-test.log
+mkdir -p build-pip
+log=build-pip/test-torch.log
 
 give_up() {
     echo "$1"

@@ -1,0 +1,50 @@
+"""The example and the benchmark run, on a small machine too."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mok
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = ["--steps", "4", "--hidden", "64", "--intermediate", "64", "--batch", "2", "--context", "32", "--layers", "1", "--device", "cpu"]
+
+
+def run(*words, ranks=1, timeout=280):
+    launcher = [sys.executable] if ranks == 1 else [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    environment = {**os.environ, "MOK_LIBRARY": str(mok._library.library().path), "PYTHONPATH": str(Path(mok.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*launcher, *map(str, words)], capture_output=True, text=True, timeout=timeout, env=environment, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_train_moe_follows_the_plain_path_and_repeats_to_the_bit(tmp_path):
+    pytest.importorskip("matplotlib")
+    results = []
+    for attempt in range(2):
+        run("examples/train_moe.py", "--layer", "both", *SMALL, "--json", tmp_path / "r.json", "--plot", tmp_path / "p.png")
+        results.append(json.loads((tmp_path / "r.json").read_text()))
+    assert results[0]["mok"]["digest"] == results[1]["mok"]["digest"] and results[0]["mok"]["losses"] == results[1]["mok"]["losses"]
+    assert max(abs(a - b) for a, b in zip(results[0]["mok"]["losses"], results[0]["plain"]["losses"])) < 0.05
+    assert (tmp_path / "p.png").stat().st_size > 10000
+
+
+def test_train_moe_on_experts_times_data_ranks(tmp_path):
+    out = run("examples/train_moe.py", "--layer", "both", "--ep", 2, *SMALL, "--json", tmp_path / "r.json", "--plot", "", ranks=4)
+    r = json.loads((tmp_path / "r.json").read_text())
+    assert "experts over 2" in out and max(abs(a - b) for a, b in zip(r["mok"]["losses"], r["plain"]["losses"])) < 0.05
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_bench_layer_writes_its_records(ranks, tmp_path):
+    run("bench/bench_layer.py", "--device", "cpu", "--scale", 32, "--shapes", "kimi-k2.7-code-share,mixtral", "--pairs", 2, "--modes", "burst", "--passes",
+        "forward,backward", "--warmup", 1, "--json", tmp_path / "b.json", ranks=ranks)
+    records = json.loads((tmp_path / "b.json").read_text())
+    assert len(records) == 6 and {r["pass"] for r in records} == {"forward", "backward"}
+    for r in records:
+        assert {"shape", "T", "H", "I", "E", "K", "ranks", "dtype", "pass", "ms", "tflops", "dense_tflops", "dense_ratio", "baseline_ms", "speedup", "device", "driver", "sm_clock",
+                "commit"} <= set(r) and r["ranks"] == ranks and r["ms"]["p50"] > 0
