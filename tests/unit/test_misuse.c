@@ -102,6 +102,9 @@ TEST(groups)
     q = p;
     q.heap_free = NULL;
     EXPECT(mok_group_create(&q, 0, 1, &group), MOK_E_ARG, "heap_free");
+    static const int32_t nowhere[] = {0, 99999};
+    EXPECT(mok_group_create_local(2, nowhere, groups), MOK_E_ENV, ""); /* whether or not there is a driver */
+    CHECK(strlen(mok_last_error()) > 10);
     CHECK(group == somewhere && groups[0] == somewhere && groups[1] == somewhere);
     mok_group_destroy(NULL);
     CHECK_EQ(mok_group_rank(NULL), -1);
@@ -129,6 +132,10 @@ TEST(workspace_create)
             TEST_FAILED("%s: \"%s\" does not contain \"%s\"", bad.what, mok_last_error(), bad.words);
         CHECK_BYTES(&c, &before, sizeof c);
     }
+    c = good_config();
+    c.backend = MOK_BACKEND_CUDA; /* the group was made for the cpu */
+    CHECK(mok_workspace_create(group, &c, &w) != MOK_OK);
+    CHECK_STR(mok_last_error(), "cuda");
     CHECK(w == somewhere);
     mok_workspace_destroy(NULL);
     mok_group_destroy(group);
