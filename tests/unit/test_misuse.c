@@ -103,7 +103,8 @@ TEST(groups)
     q.heap_free = NULL;
     EXPECT(mok_group_create(&q, 0, 1, &group), MOK_E_ARG, "heap_free");
     static const int32_t nowhere[] = {0, 99999};
-    EXPECT(mok_group_create_local(2, nowhere, groups), MOK_E_ENV, ""); /* whether or not there is a driver */
+    mok_status status = mok_group_create_local(2, nowhere, groups);
+    CHECK(status == MOK_E_ENV || status == MOK_E_ARG); /* no driver or GPU; or no GPU of that number */
     CHECK(strlen(mok_last_error()) > 10);
     CHECK(group == somewhere && groups[0] == somewhere && groups[1] == somewhere);
     mok_group_destroy(NULL);
