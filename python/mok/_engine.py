@@ -191,7 +191,7 @@ def check_ids(expert_ids, topk: int, device: torch.device) -> None:
 
 def as_ids(expert_ids: torch.Tensor, topk: int) -> torch.Tensor:
     """[..., K] of either whole-number type as dense [T, K] int32; what does not fit 32 bits stays out of range."""
-    ids = expert_ids.reshape(-1, topk)
+    ids = expert_ids if expert_ids.dim() == 2 else expert_ids.reshape(-1, topk)
     if ids.dtype == torch.int64:
         ids = ids.clamp(-(2**31), 2**31 - 1).to(torch.int32)
     return ids.contiguous()

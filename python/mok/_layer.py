@@ -74,14 +74,15 @@ def moe(
     if main_grad and not isinstance(main_grad, Sink):
         main_grad = Sink({**weights, **{name: _listed(t) for name, t in shared.items()}})
     shape = x.shape
-    x, router_weights = x.reshape(-1, shape[-1]).contiguous(), router_weights.reshape(-1, engine.shape.topk).contiguous()
+    x = (x if x.dim() == 2 else x.reshape(-1, shape[-1])).contiguous()
+    router_weights = (router_weights if router_weights.dim() == 2 else router_weights.reshape(-1, engine.shape.topk)).contiguous()
     if schedule is None:
         _, schedule = engine.route_once(as_ids(expert_ids, engine.shape.topk), layer)
     out = run_layer(x, router_weights, schedule, [[t.contiguous() for t in tensors] for tensors in weights.values()],
                     [None if t is None else t.contiguous() for t in shared.values()], engine.handle, layer, packed, recompute, main_grad.handle if main_grad else "")
     if main_grad and not torch.compiler.is_compiling() and out.grad_fn is not None:
         out.grad_fn.mok_sink = main_grad  # as long as the graph
-    return out.reshape(shape)
+    return out if len(shape) == 2 else out.reshape(shape)
 
 
 def _listed(weight) -> list[torch.Tensor]:

@@ -166,7 +166,7 @@ class MoE(nn.Module):
                 schedule: torch.Tensor | None = None, return_routing: bool = False):
         """x [..., H] -> [..., H]; with return_routing also a Routing. Routes are given as expert_ids and router_weights [..., K], or come from
         the router. mask [...]: False for tokens that go nowhere (padding): only the shared expert sees them."""
-        rows = x.reshape(-1, x.shape[-1])
+        rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         logits = None
         if expert_ids is None:
             if self.router is None:
@@ -187,7 +187,8 @@ class MoE(nn.Module):
         if self.per_expert:
             values = [None if v is None else list(v) for v in values]
         out = moe(rows, ids, router_weights, *values, *(getattr(self, name) for name in _SHARED), engine=self._engine, schedule=schedule, recompute=self.recompute,
-                  main_grad=self._current_sink(), layer=self.layer).reshape(x.shape)
+                  main_grad=self._current_sink(), layer=self.layer)
+        out = out if x.dim() == 2 else out.reshape(x.shape)
         return (out, Routing(ids, router_weights, logits, schedule)) if return_routing else out
 
     def _route(self, rows: torch.Tensor, mask: torch.Tensor | None):
