@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
@@ -39,16 +39,18 @@ class BuildWithLibrary(build_py):
 class PlatformWheel(bdist_wheel):
     """For this kind of machine, and any Python 3."""
 
-    def finalize_options(self):
-        super().finalize_options()
-        self.root_is_pure = False
-
     def get_tag(self):
         return "py3", "none", super().get_tag()[2]
 
 
+class WithLibrary(Distribution):
+    def has_ext_modules(self):
+        return True
+
+
 setup(
     version=VERSION,
+    distclass=WithLibrary,
     cmdclass={"build_py": BuildWithLibrary, "bdist_wheel": PlatformWheel},
     options={"build": {"build_base": BUILD}, "egg_info": {"egg_base": "python"}},
     setup_requires=[] if shutil.which("cmake") else ["cmake>=3.18"],
