@@ -184,6 +184,7 @@ typedef struct rank_job {
     mok_status copy_status; /* the first copy that failed */
     void *schedule, *context;
     void **tables[12]; /* pointer tables of weights and gradients */
+    uint8_t *mx[3];    /* gate, up, down: elements, scales, transposed elements, transposed scales behind each other; made once */
     mok_status status;
     char error[512];
 } rank_job;
@@ -251,6 +252,8 @@ static void free_memory(rank_job *job)
 {
     for (int i = 0; i < job->num_copies; i++)
         mok_memory_free(job->w, job->copies[i].there);
+    for (int i = 0; i < 3; i++)
+        free(job->mx[i]);
     mok_memory_free(job->w, job->schedule);
     mok_memory_free(job->w, job->context);
 }
@@ -277,8 +280,39 @@ static int64_t routed_bytes(const rank_job *job, int64_t element)
     return job->num_experts * job->problem->cfg.intermediate * job->problem->cfg.hidden * element;
 }
 
+/* This rank's experts of a [rows, cols] weight, in both quantisations. A failure is kept in copy_status. */
+static mok_weight quantised_weight(rank_job *job, int slot, const uint16_t *base, int64_t rows, int64_t cols)
+{
+    int64_t count = job->num_experts, elements = count * rows * cols, scales = count * mok_mx_scale_bytes(rows, cols), turned = count * mok_mx_scale_bytes(cols, rows);
+    mok_mx_quantise_args a = MOK_INIT(mok_mx_quantise_args);
+    uint8_t *memory = job->mx[slot];
+    mok_status status = MOK_OK;
+    if (!memory) {
+        memory = job->mx[slot] = malloc((size_t)(2 * elements + scales + turned + 1));
+        a.count = count;
+        a.rows = rows;
+        a.cols = cols;
+        a.source = from_expert(job, base, 2);
+        a.data = memory;
+        a.scales = memory + elements;
+        a.transposed = memory + elements + scales;
+        a.transposed_scales = memory + 2 * elements + scales;
+        status = memory ? mok_mx_quantise(&a, NULL) : MOK_E_MEMORY;
+    }
+    if (job->copy_status == MOK_OK)
+        job->copy_status = status;
+    if (!memory)
+        return (mok_weight){.packed = NULL};
+    return (mok_weight){.packed = input(job, memory, elements), .scales = input(job, memory + elements, scales),
+                        .transposed = input(job, memory + elements + scales, elements),
+                        .transposed_scales = input(job, memory + 2 * elements + scales, turned)};
+}
+
 static mok_weight routed_weight(rank_job *job, int slot, const uint16_t *base)
 {
+    const mok_config *c = &job->problem->cfg;
+    if (c->dtype == MOK_MXFP8 && job->options->mx_prequantised)
+        return quantised_weight(job, slot, base, slot == 2 ? c->hidden : c->intermediate, slot == 2 ? c->intermediate : c->hidden);
     void *mine = input(job, from_expert(job, base, 2), routed_bytes(job, 2));
     if (!job->options->experts_by_pointer)
         return (mok_weight){.packed = mine};

@@ -142,7 +142,7 @@ typedef struct mok_config {
     int64_t max_tokens;          /* required: largest T of any rank in any call */
 
     /* Arithmetic. The same on all ranks. */
-    mok_dtype dtype;               /* MOK_BF16 (auto) or MOK_MXFP8 (unsupported yet) */
+    mok_dtype dtype;               /* MOK_BF16 (auto) or MOK_MXFP8: routed experts on e4m3 in blocks of 32 (docs/contract.md); cpu backend */
     mok_dtype router_dtype;        /* of router weights and their gradients: MOK_FP32 (auto) or MOK_BF16 */
     mok_activation activation;
     float swiglu_limit;            /* L > 0: gate <= L and -L <= up <= L before the activation; 0 = no limit */
@@ -150,6 +150,7 @@ typedef struct mok_config {
     mok_weight_layout weight_layout;
     bool shared_gate;              /* the shared expert's output is scaled by sigmoid(<x, wgate>) */
     bool expert_bias;              /* unsupported yet */
+    bool mx_wgrad_bf16;            /* MXFP8: weight gradients from bf16 operands, not from operands quantised along the tokens */
 
     /* Schedule. Never changes a result's bits. The same on all ranks. */
     int64_t ring_rows;             /* rows of the ring, rounded up to 128; 0 = this rank's rows under balanced routing */
@@ -276,7 +277,13 @@ MOK_API mok_status mok_workspace_plan(const mok_workspace *workspace, mok_plan *
  *   packed   [El, rows, cols], dense; [rows, cols] for the shared expert
  *   experts  El pointers to [rows, cols] each, in memory the backend can address. They are read while the pass runs, so that on cuda
  *            the addresses may change between replays of a captured graph. The shared expert has one entry.
- *   scales, transposed, transposed_scales: MXFP8 only (unsupported yet): scales of the data, and the second quantisation. */
+ *
+ * With MOK_MXFP8 a routed weight is one of two things (shared weights are always bf16):
+ *   bf16       as above: the library quantises what it reads, each time it reads it
+ *   quantised  by mok_mx_quantise or as it does: `packed` e4m3 [El, rows, cols] with `scales`, blocks along cols; `transposed` e4m3
+ *              [El, cols, rows] with `transposed_scales`, blocks along rows. For MOK_WEIGHT_NK, gate and up separate or combined. The forward
+ *              and recompute read packed and scales; the backward the transposed pair and, of gate and up unless all rows are saved
+ *              (MOK_SAVE_ALL), packed and scales too. What is not read may be NULL. Bits are those of the bf16 original's. */
 typedef struct mok_weight {
     const void *packed;
     const void *const *experts;
@@ -365,6 +372,26 @@ typedef struct mok_backward_args {
 MOK_API mok_status mok_backward(mok_workspace *workspace, const mok_backward_args *args, void *stream);
 
 /* ---------------------------------------------------------------------------------------------------------------------
+ * MXFP8: quantisation of weights. The source is bf16; an element is e4m3, and 32 of them share a scale 2^(byte - 127):
+ * byte - 127 = ceil(log2(amax / 448)), from -39 to 119, amax being the block's largest finite size. NaN and infinities become NaN.
+ * Scales of a [rows, cols] matrix with blocks along cols: bytes [ceil(rows/128), ceil(cols/128), 32, 16]; inside a tile of 128 x 128 the
+ * one of row r and columns [32 b, 32 b + 32) is byte (r mod 32) * 16 + (r div 32) * 4 + b.
+ * ------------------------------------------------------------------------------------------------------------------ */
+typedef struct mok_mx_quantise_args {
+    uint32_t struct_size, api_version;
+    mok_backend_id backend;       /* whose memory the pointers are of: MOK_BACKEND_CPU (auto); cuda: unsupported yet */
+    int64_t count, rows, cols;    /* rows and cols: multiples of 32 */
+    const void *source;           /* [count, rows, cols] bf16 */
+    void *data, *scales;          /* out, both or none: e4m3 [count, rows, cols], and count times the scales, blocks along cols */
+    void *transposed, *transposed_scales; /* out, both or none: e4m3 [count, cols, rows], blocks along rows */
+    int64_t *not_finite;          /* out or NULL: elements of source that are NaN or infinite; host memory */
+} mok_mx_quantise_args;
+/* Not collective. cpu: has finished when it returns. */
+MOK_API mok_status mok_mx_quantise(const mok_mx_quantise_args *args, void *stream);
+/* Bytes of the scales of one [rows, cols] matrix with blocks along cols; 0 if a size is below 0 or no multiple of 32. */
+MOK_API int64_t mok_mx_scale_bytes(int64_t rows, int64_t cols);
+
+/* ---------------------------------------------------------------------------------------------------------------------
  * Memory helpers for C programs: memory that the workspace's backend can address (device memory on cuda), and a way in and out. A
  * framework with an allocator of its own needs none of them. Not collective.
  * ------------------------------------------------------------------------------------------------------------------ */
@@ -395,6 +422,7 @@ typedef struct mok_stats {
     int64_t ring_rotations;   /* whole turns of the ring, all passes added */
     int64_t wgrad_continued;  /* weight-gradient pieces that went on from a partial sum */
     int64_t bytes_pulled_peer, bytes_pushed_peer; /* over the link */
+    int64_t mx_not_finite;    /* MXFP8: NaN and infinities in x and dout of this rank's tokens and in h, dgate, dup of its rows */
 } mok_stats;
 MOK_API mok_status mok_get_stats(mok_workspace *workspace, mok_stats *out);
 

@@ -93,7 +93,7 @@ class Config(_Versioned):
         + _fields(_ENUM, "dtype router_dtype activation")
         + [("swiglu_limit", c_float)]
         + _fields(_ENUM, "gate_up weight_layout")
-        + _fields(c_bool, "shared_gate expert_bias")
+        + _fields(c_bool, "shared_gate expert_bias mx_wgrad_bf16")
         + _fields(c_int64, "ring_rows minibatch_rows minibatch_rows_bwd")
         + [("save", _ENUM), ("save_rows", c_int64), ("save_x", c_bool)]
         + _fields(c_int32, "comm_sms comm_sms_bwd reserve_sms")
@@ -177,7 +177,7 @@ class Stats(_Versioned):
     _fields_ = _HEAD + _fields(
         c_int64,
         "schedules forwards recomputes backwards rows rows_pulled rows_pulled_peer rows_copied rows_replayed rows_padding ring_rotations "
-        "wgrad_continued bytes_pulled_peer bytes_pushed_peer",
+        "wgrad_continued bytes_pulled_peer bytes_pushed_peer mx_not_finite",
     )
 
 

@@ -29,16 +29,49 @@ static mok_status check_weight(const char *name, const mok_weight *weight, bool 
     if (weight->packed && weight->experts)
         return mk_fail(MOK_E_ARG, "weights.%s has both packed and experts: give one", name);
     if (weight->scales || weight->transposed || weight->transposed_scales)
-        return mk_fail(MOK_E_UNSUPPORTED, "weights.%s has MXFP8 parts, which are not implemented yet", name);
+        return mk_fail(MOK_E_ARG, "weights.%s has MXFP8 parts: only the routed weights of a layer with dtype MOK_MXFP8 may", name);
     return needed && !weight->packed && !weight->experts ? mk_fail(MOK_E_ARG, "weights.%s has neither packed nor experts", name) : MOK_OK;
 }
 
-static mok_status check_weights(const mok_workspace *w, const mok_weights *weights, bool down)
+/* A routed weight of MXFP8: bf16, or quantised with the parts that the pass reads. */
+static mok_status check_mx_weight(const mok_workspace *w, const char *name, const mok_weight *weight, bool needed, bool normal, bool transposed)
 {
-    bool routed = w->dims.experts_count > 0, shared = w->dims.shared_intermediate > 0, separate = w->config.gate_up == MOK_GATE_UP_SEPARATE;
-    MK_TRY(check_weight("gate", &weights->gate, routed));
-    MK_TRY(check_weight("up", &weights->up, routed && separate));
-    MK_TRY(check_weight("down", &weights->down, routed && down));
+    const mok_config *c = &w->config;
+    if (!mk_mx_is_quantised(weight))
+        return check_weight(name, weight, needed);
+    if (weight->experts)
+        return mk_fail(MOK_E_UNSUPPORTED, "weights.%s has experts and MXFP8 parts: quantised weights must be packed", name);
+    if (c->weight_layout != MOK_WEIGHT_NK || c->gate_up == MOK_GATE_UP_INTERLEAVED)
+        return mk_fail(MOK_E_UNSUPPORTED, "weights.%s is quantised: weight_layout must be MOK_WEIGHT_NK and gate_up not interleaved (or give bf16)", name);
+    if (!weight->packed != !weight->scales)
+        return mk_fail(MOK_E_ARG, "weights.%s has %s but not %s: a quantisation is both", name, weight->packed ? "packed" : "scales",
+                       weight->packed ? "scales" : "packed");
+    if (!weight->transposed != !weight->transposed_scales)
+        return mk_fail(MOK_E_ARG, "weights.%s has %s but not %s: a quantisation is both", name, weight->transposed ? "transposed" : "transposed_scales",
+                       weight->transposed ? "transposed_scales" : "transposed");
+    if (needed && normal && !weight->packed)
+        return mk_fail(MOK_E_ARG, "weights.%s has no packed and scales, which this call reads", name);
+    if (needed && transposed && !weight->transposed)
+        return mk_fail(MOK_E_ARG, "weights.%s has no transposed and transposed_scales, which the backward reads", name);
+    return MOK_OK;
+}
+
+static mok_status check_routed_weights(const mok_workspace *w, const mok_weights *weights, bool down, bool backward)
+{
+    bool routed = w->dims.experts_count > 0, separate = w->config.gate_up == MOK_GATE_UP_SEPARATE, mx = w->dims.mx;
+    bool again = !backward || w->dims.saved_tiles < w->dims.capacity_tiles; /* gate and up are multiplied with x */
+    const struct { const char *name; const mok_weight *weight; bool needed, normal; } all[] = {
+        {"gate", &weights->gate, routed, again}, {"up", &weights->up, routed && separate, again}, {"down", &weights->down, routed && down, !backward}};
+    for (int i = 0; i < 3; i++)
+        MK_TRY(mx ? check_mx_weight(w, all[i].name, all[i].weight, all[i].needed, all[i].normal, backward)
+                  : check_weight(all[i].name, all[i].weight, all[i].needed));
+    return MOK_OK;
+}
+
+static mok_status check_weights(const mok_workspace *w, const mok_weights *weights, bool down, bool backward)
+{
+    bool shared = w->dims.shared_intermediate > 0, separate = w->config.gate_up == MOK_GATE_UP_SEPARATE;
+    MK_TRY(check_routed_weights(w, weights, down, backward));
     MK_TRY(check_weight("shared_gate", &weights->shared_gate, shared));
     MK_TRY(check_weight("shared_up", &weights->shared_up, shared && separate));
     MK_TRY(check_weight("shared_down", &weights->shared_down, shared && down));
@@ -87,7 +120,7 @@ static mok_status check_forward_args(const mok_workspace *w, const mok_forward_a
     MK_TRY(check_pointer("x", a->x, tokens));
     MK_TRY(check_pointer("router_weights", a->router_weights, tokens && !recompute));
     MK_TRY(check_pointer("out", a->out, tokens && !recompute));
-    return check_weights(w, &a->weights, !recompute);
+    return check_weights(w, &a->weights, !recompute, false);
 }
 
 static mok_status check_backward_args(const mok_workspace *w, const mok_backward_args *a)
@@ -102,7 +135,7 @@ static mok_status check_backward_args(const mok_workspace *w, const mok_backward
     MK_TRY(check_pointer("x", a->x, tokens));
     MK_TRY(check_pointer("router_weights", a->router_weights, tokens));
     MK_TRY(check_pointer("dx", a->dx, tokens && a->parts != MOK_BACKWARD_WEIGHTS));
-    MK_TRY(check_weights(w, &a->weights, true));
+    MK_TRY(check_weights(w, &a->weights, true, true));
     return check_grads(w, &a->grads);
 }
 
@@ -182,7 +215,7 @@ mok_status mok_schedule_query(mok_workspace *w, const void *schedule, mok_schedu
     MK_TRY(w->backend->schedule_head(w, schedule, &h));
     if (h.magic != MK_SCHEDULE_MAGIC || h.fingerprint != w->fingerprint)
         return mk_fail(MOK_E_STATE, "schedule was not filled by mok_schedule of this configuration");
-    int64_t row = 2 * w->dims.hidden;
+    int64_t row = 2 * w->dims.hidden, token = MK_ROW_BYTES(&w->dims, w->dims.hidden);
     memset(&info, 0, sizeof info);
     info.tokens_global = h.tokens_global;
     info.rows = h.num_rows;
@@ -193,9 +226,9 @@ mok_status mok_schedule_query(mok_workspace *w, const void *schedule, mok_schedu
     info.rows_pulled_peer_bwd = h.rows_pulled_peer_bwd;
     info.wgrad_pieces = h.num_pieces;
     info.wgrad_continued = h.wgrad_continued;
-    info.bytes_pulled_peer_fwd = h.rows_pulled_peer_fwd * row;
+    info.bytes_pulled_peer_fwd = h.rows_pulled_peer_fwd * token;
     info.bytes_pushed_peer_fwd = h.rows_peer * row;
-    info.bytes_pulled_peer_bwd = h.rows_pulled_peer_bwd * 2 * row; /* x and dout */
+    info.bytes_pulled_peer_bwd = h.rows_pulled_peer_bwd * 2 * token; /* x and dout */
     info.bytes_pushed_peer_bwd = h.rows_peer * (row + 4);          /* dx, and dw in fp32 */
     return mk_write_struct("mok_schedule_info", &info, sizeof info, out);
 }

@@ -1,4 +1,4 @@
-/* The one table that a backend fills. Only src/api calls it; every slot is required. */
+/* The one table that a backend fills. Only src/api calls it; every slot is required unless it says otherwise. */
 #ifndef MK_BACKEND_H
 #define MK_BACKEND_H
 
@@ -42,6 +42,8 @@ typedef struct mk_backend {
     void (*memory_free)(mok_workspace *w, void *memory);
     /* Between such memory and the host's, any way. Waits for the workspace's work first. */
     mok_status (*memory_copy)(mok_workspace *w, void *to, const void *from, size_t bytes);
+    /* MXFP8: mok_mx_quantise, its arguments checked. NULL: this backend does not compute in MXFP8. */
+    mok_status (*mx_quantise)(const mok_mx_quantise_args *args, void *stream);
 } mk_backend;
 
 struct mok_workspace {
@@ -62,6 +64,9 @@ struct mok_workspace {
     mok_stats stats;
     void *state;                /* the backend's */
 };
+
+/* Does the caller give this weight in MXFP8? Else it is bf16. */
+static inline bool mk_mx_is_quantised(const mok_weight *weight) { return weight->scales || weight->transposed || weight->transposed_scales; }
 
 static inline const char *mk_operation_name(mk_operation operation)
 {

@@ -7,6 +7,7 @@
 
 #include "base/error.h"
 #include "cpu/call.h"
+#include "cpu/mx.h"
 #include "cpu/run.h"
 
 static void probe(mok_backend_info *info)
@@ -26,6 +27,8 @@ static void close_state(mok_workspace *w)
     for (int32_t i = 0; s->scratch && i < workers; i++) {
         free(s->scratch[i].tile[0]);
         free(s->scratch[i].tile[1]);
+        free(s->scratch[i].mx_left);
+        free(s->scratch[i].mx_right);
         free(s->scratch[i].gemm);
     }
     free(s->scratch);
@@ -53,6 +56,11 @@ static mok_status open_state(mok_workspace *w)
         c->tile[1] = aligned(sizeof(float) * MK_ROW_TILE * MK_CPU_COLS);
         c->gemm = aligned(mk_gemm_scratch_bytes());
         complete = c->tile[0] && c->tile[1] && c->gemm;
+        if (w->dims.mx) {
+            c->mx_left = aligned(sizeof(mk_bf16) * MK_CPU_MX_LEFT);
+            c->mx_right = aligned(sizeof(mk_bf16) * MK_CPU_MX_RIGHT);
+            complete = complete && c->mx_left && c->mx_right;
+        }
     }
     if (complete)
         return MOK_OK;
@@ -155,6 +163,16 @@ static mok_status memory_copy(mok_workspace *w, void *to, const void *from, size
     return MOK_OK;
 }
 
+static mok_status mx_quantise(const mok_mx_quantise_args *a, void *stream)
+{
+    (void)stream;
+    mk_mx_matrix m = {a->source, a->count, a->rows, a->cols, a->data, a->scales, a->transposed, a->transposed_scales};
+    int64_t not_finite = mk_cpu_mx_quantise_matrix(&m);
+    if (a->not_finite)
+        *a->not_finite = not_finite;
+    return MOK_OK;
+}
+
 const mk_backend mk_backend_cpu = {
     .name = "cpu",
     .id = MOK_BACKEND_CPU,
@@ -169,4 +187,5 @@ const mk_backend mk_backend_cpu = {
     .memory_alloc = memory_alloc,
     .memory_free = memory_free,
     .memory_copy = memory_copy,
+    .mx_quantise = mx_quantise,
 };

@@ -150,15 +150,41 @@ static void reduce_tokens(void *argument, int32_t worker)
 }
 
 /* --- setting up ------------------------------------------------------------------------------------------------------ */
+/* Quantised once, here, for all who pull them. */
+static void publish_mx(mk_cpu_run *run, const mk_bf16 *tokens, int64_t first, int64_t end, int64_t offset)
+{
+    int64_t hidden = run->d->hidden;
+    for (int64_t t = first; t < end; t++) {
+        uint8_t *to = (uint8_t *)run->w->heap + offset + t * MK_ROW_STRIDE(run->d, hidden);
+        mk_count(&run->counted.mx_not_finite, mk_cpu_mx_quantise(tokens + t * hidden, hidden, to, to + hidden));
+    }
+}
+
+static void publish_share_mx(void *argument, int32_t worker)
+{
+    mk_cpu_run *run = argument;
+    int64_t first, end;
+    share_of(run, worker, &first, &end);
+    publish_mx(run, run->own_x, first, end, run->w->memory.x);
+    if (run->own_dout)
+        publish_mx(run, run->own_dout, first, end, run->w->memory.dout);
+}
+
+/* In MXFP8 the shared expert reads the caller's own x and dout, else what is published. */
 static void publish(mk_cpu_run *run, const void *x, const void *dout, const void *router_weights)
 {
     const mk_memory *m = &run->w->memory;
     int64_t tokens = run->call->num_tokens, routes = tokens * run->d->topk;
     size_t bytes = 2 * (size_t)(tokens * run->d->hidden);
+    run->own_x = run->mx ? x : run->w->heap + m->x;
+    run->own_dout = run->mx ? dout : run->w->heap + m->dout;
     if (!tokens)
         return;
-    memcpy(run->w->heap + m->x, x, bytes);
-    if (dout)
+    if (run->mx)
+        mk_pool_run(((mk_cpu_state *)run->w->state)->pool, publish_share_mx, run);
+    else
+        memcpy(run->w->heap + m->x, x, bytes);
+    if (!run->mx && dout)
         memcpy(run->w->heap + m->dout, dout, bytes);
     float *weights = (float *)(void *)(run->w->heap + m->router_weights);
     if (router_weights && run->w->config.router_dtype == MOK_BF16)
@@ -261,6 +287,7 @@ static void add_stats(mk_cpu_run *run)
     to->wgrad_continued += c->wgrad_continued;
     to->bytes_pulled_peer += c->bytes_pulled_peer;
     to->bytes_pushed_peer += c->bytes_pushed_peer;
+    to->mx_not_finite += c->mx_not_finite;
     to->ring_rotations += run->walk.num_tiles / run->d->ring_tiles;
 }
 
@@ -289,7 +316,7 @@ mok_status mk_cpu_pass(mok_workspace *w, const mk_call *call)
     bool backward = call->operation == MK_OP_BACKWARD, forward = call->operation == MK_OP_FORWARD;
     const mok_forward_args *f = &call->forward;
     const mok_backward_args *b = &call->backward;
-    mk_cpu_run run = {.w = w, .d = &w->dims, .call = call, .need_x = true};
+    mk_cpu_run run = {.w = w, .d = &w->dims, .call = call, .need_x = true, .mx = w->dims.mx};
     run.table = mk_table_at(&w->memory, (void *)(uintptr_t)(backward ? b->schedule : f->schedule));
     run.weights = backward ? &b->weights : &f->weights;
     run.grads = backward ? &b->grads : NULL;

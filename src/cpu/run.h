@@ -5,15 +5,22 @@
 #include "backend/backend.h"
 #include "cpu/bf16.h"
 #include "cpu/gemm.h"
+#include "cpu/mx.h"
 #include "cpu/pool.h"
 #include "layout/depend.h"
 
 /* How the CPU backend cuts GEMMs: columns of one task, and the tile of a weight-gradient task. Any choice gives the same bits. */
 enum { MK_CPU_COLS = 512, MK_CPU_WGRAD_ROWS = 256, MK_CPU_WGRAD_COLS = 1024, MK_CPU_TILE_FLOATS = MK_CPU_WGRAD_ROWS * MK_CPU_WGRAD_COLS };
 
+/* MXFP8: as much of k, or of a weight gradient's rows, as is quantised at a time. */
+enum { MK_CPU_MX_DEPTH = 512, MK_CPU_MX_ROWS = 256,
+       MK_CPU_MX_LEFT = MK_CPU_WGRAD_ROWS * MK_CPU_MX_ROWS, MK_CPU_MX_RIGHT = MK_CPU_WGRAD_COLS * MK_CPU_MX_ROWS };
+_Static_assert(MK_ROW_TILE * MK_CPU_MX_DEPTH <= MK_CPU_MX_LEFT && MK_CPU_COLS * MK_CPU_MX_DEPTH <= MK_CPU_MX_RIGHT, "the operands of a product fit");
+
 /* A worker's private memory. */
 typedef struct mk_cpu_scratch {
-    float *tile[2];    /* [MK_CPU_TILE_FLOATS] each */
+    float *tile[2];           /* [MK_CPU_TILE_FLOATS], [MK_ROW_TILE * MK_CPU_COLS] */
+    mk_bf16 *mx_left, *mx_right; /* MXFP8: operands of one product, quantised and widened again; [MK_CPU_MX_LEFT], [MK_CPU_MX_RIGHT] */
     void *gemm;
 } mk_cpu_scratch;
 
@@ -32,6 +39,8 @@ typedef struct mk_cpu_run {
     const mok_weights *weights;
     const mok_grads *grads;          /* NULL in forward and recompute */
     bool need_x, want_data, want_weights;
+    bool mx;                         /* dtype MXFP8 */
+    const mk_bf16 *own_x, *own_dout; /* this rank's tokens in bf16, for the shared expert */
 
     /* Local memory, see layout/memory.h. */
     mk_bf16 *ring_x, *ring_dout, *ring_gate, *ring_up, *ring_h;
@@ -40,7 +49,8 @@ typedef struct mk_cpu_run {
     float *shared_scale, *shared_dpartial, *wgrad_partial;
     uint32_t *counters;
     /* Context memory, or NULL. */
-    mk_bf16 *saved_gate, *saved_up, *saved_shared_gate, *saved_shared_up;
+    mk_bf16 *saved_gate, *saved_up;  /* MXFP8: rows of mx/mx.h instead */
+    mk_bf16 *saved_shared_gate, *saved_shared_up;
     bool keep_shared;                /* shared gate/up are in the context (forward: go there) */
 
     int64_t ticket;                  /* next task number; workers draw it */
@@ -64,7 +74,21 @@ int64_t mk_weight_elements(const mok_config *cfg, mk_matrix matrix, int64_t outp
 mk_gemm_operand mk_weight_operand(const mk_cpu_run *run, mk_matrix matrix, bool shared, int64_t e);
 /* The same with outer index over inputs and k over outputs, for dgrad. */
 static inline mk_gemm_operand mk_transposed(mk_gemm_operand o) { return (mk_gemm_operand){o.data, o.k_stride, o.outer_stride}; }
-static inline mk_gemm_operand mk_from_column(mk_gemm_operand o, int64_t n) { return (mk_gemm_operand){o.data + n * o.outer_stride, o.outer_stride, o.k_stride}; }
+/* The operand from its element (n, k) on. */
+static inline mk_gemm_operand mk_operand_from(mk_gemm_operand o, int64_t n, int64_t k)
+{
+    return (mk_gemm_operand){o.data + n * o.outer_stride + k * o.k_stride, o.outer_stride, o.k_stride};
+}
+
+/* Product with one expert's weight: C[rows, n] (+)= sum over k < depth of A(row, k) * W(first + i, k), W transposed for dgrad. In MXFP8 a
+ * routed weight is quantised along k (or was, by the caller); A is taken as it is, or quantised along k too. */
+typedef struct mk_product {
+    mk_matrix matrix;
+    bool transposed, shared, quantise_a;
+    int64_t expert;              /* local; 0 for shared */
+    int64_t rows, first, n, depth;
+} mk_product;
+void mk_cpu_multiply(const mk_cpu_run *run, mk_cpu_scratch *scratch, const mk_product *p, mk_gemm_operand a, float *c, int64_t ldc, bool accumulate);
 
 /* Waits, as a task does, until a counter has reached a count. False: the pass has failed meanwhile. Acquire; pairs with mk_cpu_signal. */
 bool mk_cpu_wait_counter(mk_cpu_run *run, int32_t counter, int64_t index, uint32_t count);

@@ -1,5 +1,6 @@
 /* s1_dispatch: one tile's rows into the ring, pulled from their source ranks' heaps or copied from an earlier row of the same token.
- * Forward and recompute: x. Backward: dout, router weights, and x if anything needs it. Padding rows are not touched. */
+ * Forward and recompute: x. Backward: dout, router weights, and x if anything needs it. Padding rows are not touched.
+ * MXFP8: rows travel as e4m3 with their scales, and are widened as they land. */
 #include <string.h>
 
 #include "cpu/run.h"
@@ -19,15 +20,26 @@ static void copy_row(mk_cpu_run *run, int64_t from, int64_t to, bool x, bool dou
         move_row(run->ring_dout, to, run->ring_dout + at * hidden, hidden);
 }
 
+/* `from`: a rank's published token. */
+static void land_row(const mk_cpu_run *run, mk_bf16 *ring, int64_t to, const char *from)
+{
+    int64_t hidden = run->d->hidden;
+    const uint8_t *elements = (const uint8_t *)from;
+    if (run->mx)
+        mk_cpu_mx_widen(elements, elements + hidden, hidden, ring + to * hidden);
+    else
+        move_row(ring, to, (const mk_bf16 *)(const void *)from, hidden);
+}
+
 static void pull_row(mk_cpu_run *run, const mk_row *row, int64_t to, bool x, bool dout)
 {
     const mk_memory *m = &run->w->memory;
     const char *heap = run->w->heaps[row->src_rank];
-    int64_t hidden = run->d->hidden, token = row->src_slot / run->d->topk;
+    int64_t at = row->src_slot / run->d->topk * MK_ROW_STRIDE(run->d, run->d->hidden);
     if (x)
-        move_row(run->ring_x, to, (const mk_bf16 *)(const void *)(heap + m->x) + token * hidden, hidden);
+        land_row(run, run->ring_x, to, heap + m->x + at);
     if (dout)
-        move_row(run->ring_dout, to, (const mk_bf16 *)(const void *)(heap + m->dout) + token * hidden, hidden);
+        land_row(run, run->ring_dout, to, heap + m->dout + at);
 }
 
 /* All rows of an earlier tile have arrived. */
@@ -67,6 +79,6 @@ void mk_cpu_s1_dispatch(mk_cpu_run *run, mk_task task)
     mk_count(&run->counted.rows_pulled, pulled);
     mk_count(&run->counted.rows_copied, copied);
     mk_count(&run->counted.rows_pulled_peer, pulled_peer);
-    mk_count(&run->counted.bytes_pulled_peer, pulled_peer * 2 * run->d->hidden * (x + dout));
+    mk_count(&run->counted.bytes_pulled_peer, pulled_peer * MK_ROW_BYTES(run->d, run->d->hidden) * (x + dout));
     mk_count(&run->counted.rows_padding, MK_ROW_TILE - pulled - copied);
 }

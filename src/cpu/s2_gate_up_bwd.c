@@ -1,6 +1,6 @@
 /* s2_gate_up_bwd: dx_k = dgate Wg + dup Wu for some columns of H of one tile, one fp32 accumulation with gate first, rounded to
  * bf16; hosts the push of dx (and, with the first columns, of dw) to slot (t, k) of the token's rank. The shared expert's
- * part also gets da * wgate before its rounding, and stays here, in shared_y. */
+ * part also gets da * wgate before its rounding, and stays here, in shared_y. MXFP8: dgate and dup are quantised along I. */
 #include <math.h>
 
 #include "cpu/run.h"
@@ -19,7 +19,7 @@ float mk_cpu_shared_gate(const mk_cpu_run *run, int64_t token)
     if (!run->w->config.shared_gate)
         return 1.0f;
     const mk_bf16 *wgate = run->weights->shared_output_gate;
-    const mk_bf16 *x = (const mk_bf16 *)(const void *)(run->w->heap + run->w->memory.x) + token * run->d->hidden;
+    const mk_bf16 *x = run->own_x + token * run->d->hidden;
     float dot = 0.0f;
     for (int64_t i = 0; i < run->d->hidden; i++)
         dot = fmaf(mk_bf16_to_float(x[i]), mk_bf16_to_float(wgate[i]), dot);
@@ -67,10 +67,11 @@ void mk_cpu_s2_gate_up_bwd(mk_cpu_run *run, mk_cpu_scratch *scratch, mk_task tas
     int64_t col = mk_first_col(task.part), n = mk_num_cols(task.part, run->d->hidden), width = rows.width;
     mk_gemm_operand dgate = {(rows.shared ? run->shared_gate : run->ring_gate) + rows.ring_row * width, width, 1};
     mk_gemm_operand dup = {(rows.shared ? run->shared_up : run->ring_up) + rows.ring_row * width, width, 1};
-    mk_gemm_operand wg = mk_from_column(mk_transposed(mk_weight_operand(run, MK_GATE, rows.shared, rows.expert)), col);
-    mk_gemm_operand wu = mk_from_column(mk_transposed(mk_weight_operand(run, MK_UP, rows.shared, rows.expert)), col);
-    mk_gemm_bf16(rows.count, n, width, dgate, wg, scratch->tile[0], MK_CPU_COLS, false, scratch->gemm);
-    mk_gemm_bf16(rows.count, n, width, dup, wu, scratch->tile[0], MK_CPU_COLS, true, scratch->gemm);
+    mk_product product = {.matrix = MK_GATE, .transposed = true, .shared = rows.shared, .quantise_a = true, .expert = rows.expert, .rows = rows.count,
+                          .first = col, .n = n, .depth = width};
+    mk_cpu_multiply(run, scratch, &product, dgate, scratch->tile[0], MK_CPU_COLS, false);
+    product.matrix = MK_UP;
+    mk_cpu_multiply(run, scratch, &product, dup, scratch->tile[0], MK_CPU_COLS, true);
     for (int64_t r = 0; r < rows.count; r++) {
         float *dx = scratch->tile[0] + r * MK_CPU_COLS;
         if (rows.shared)

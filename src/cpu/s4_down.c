@@ -7,8 +7,8 @@ void mk_cpu_s4_down(mk_cpu_run *run, mk_cpu_scratch *scratch, mk_task task)
     mk_rows rows = mk_rows_of_task(run, task);
     int64_t hidden = run->d->hidden, col = mk_first_col(task.part), n = mk_num_cols(task.part, hidden), pushed = 0;
     mk_gemm_operand h = {(rows.shared ? run->shared_h : run->ring_h) + rows.ring_row * rows.width, rows.width, 1};
-    mk_gemm_operand wd = mk_from_column(mk_weight_operand(run, MK_DOWN, rows.shared, rows.expert), col);
-    mk_gemm_bf16(rows.count, n, rows.width, h, wd, scratch->tile[0], MK_CPU_COLS, false, scratch->gemm);
+    mk_product product = {.matrix = MK_DOWN, .shared = rows.shared, .expert = rows.expert, .rows = rows.count, .first = col, .n = n, .depth = rows.width};
+    mk_cpu_multiply(run, scratch, &product, h, scratch->tile[0], MK_CPU_COLS, false);
     for (int64_t r = 0; r < rows.count; r++) {
         const float *y = scratch->tile[0] + r * MK_CPU_COLS;
         if (rows.shared) {

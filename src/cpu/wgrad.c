@@ -1,6 +1,7 @@
 /* Weight gradients: dWd += dout^T (w h), dWg += dgate^T x, dWu += dup^T x, over the rows of one piece in table order, one tile of
  * one matrix per task. A cut expert's sum goes on in wgrad_partial (fp32), so that cutting changes no bit. The last piece
- * finishes: fresh or accumulated, bf16 or fp32. The shared expert: the same over this rank's tokens. */
+ * finishes: fresh or accumulated, bf16 or fp32. The shared expert: the same over this rank's tokens. MXFP8: both operands are quantised
+ * along the rows, unless the caller wants them in bf16. */
 #include <math.h>
 #include <string.h>
 
@@ -76,24 +77,36 @@ static void store_tile(const mk_cpu_run *run, const wgrad_tile *t, const mok_gra
             store_element(memory, s.offset + (t->row + r) * s.row + (t->col + c) * s.col, g->dtype, g->accumulate, tile[r * MK_CPU_WGRAD_COLS + c]);
 }
 
+/* tile += left[rows]^T right[rows], both quantised along the rows: blocks of 32 from `row` on, which is a tile's first row. */
+static void add_rows_mx(mk_cpu_scratch *scratch, const wgrad_tile *t, mk_gemm_operand a, mk_gemm_operand b, int64_t count, bool accumulate)
+{
+    for (int64_t r = 0; r < count; r += MK_CPU_MX_ROWS) {
+        int64_t rows = mk_min(MK_CPU_MX_ROWS, count - r);
+        mk_gemm_operand left = mk_cpu_mx_round_operand(mk_operand_from(a, 0, r), t->num_rows, rows, scratch->mx_left);
+        mk_gemm_operand right = mk_cpu_mx_round_operand(mk_operand_from(b, 0, r), t->num_cols, rows, scratch->mx_right);
+        mk_gemm_bf16(t->num_rows, t->num_cols, rows, left, right, scratch->tile[0], MK_CPU_WGRAD_COLS, accumulate || r > 0, scratch->gemm);
+    }
+}
+
 /* tile += left[rows]^T right[rows]; both operands have their outer index contiguous and the rows as contraction. */
 static void add_rows(const mk_cpu_run *run, mk_cpu_scratch *scratch, const wgrad_tile *t, bool shared, int64_t row, int64_t count, bool accumulate)
 {
-    const mk_memory *m = &run->w->memory;
-    const mk_bf16 *own_x = (const mk_bf16 *)(const void *)(run->w->heap + m->x), *own_dout = (const mk_bf16 *)(const void *)(run->w->heap + m->dout);
     const mk_bf16 *left, *right;
     if (t->matrix == MK_DOWN) {
-        left = shared ? own_dout : run->ring_dout;
+        left = shared ? run->own_dout : run->ring_dout;
         right = shared ? run->shared_h : run->ring_h;
     } else {
-        right = shared ? own_x : run->ring_x;
+        right = shared ? run->own_x : run->ring_x;
         if (t->matrix == MK_GATE)
             left = shared ? run->shared_gate : run->ring_gate;
         else
             left = shared ? run->shared_up : run->ring_up;
     }
     mk_gemm_operand a = {left + row * t->outputs + t->row, 1, t->outputs}, b = {right + row * t->inputs + t->col, 1, t->inputs};
-    mk_gemm_bf16(t->num_rows, t->num_cols, count, a, b, scratch->tile[0], MK_CPU_WGRAD_COLS, accumulate, scratch->gemm);
+    if (run->mx && !shared && !run->w->config.mx_wgrad_bf16 && count)
+        add_rows_mx(scratch, t, a, b, count, accumulate);
+    else
+        mk_gemm_bf16(t->num_rows, t->num_cols, count, a, b, scratch->tile[0], MK_CPU_WGRAD_COLS, accumulate, scratch->gemm);
 }
 
 /* Moves the tile between scratch and the partial sums of the cut expert: [gate | up | down], each [outputs, inputs]. */
@@ -147,7 +160,6 @@ static void shared_gate_wgrad(mk_cpu_run *run, mk_cpu_scratch *scratch)
     void *memory = grad_memory(g, 0, run->d->hidden);
     if (!memory || left_alone(run, g))
         return;
-    const mk_bf16 *x = (const mk_bf16 *)(const void *)(run->w->heap + run->w->memory.x);
     for (int64_t first = 0; first < run->d->hidden; first += MK_CPU_TILE_FLOATS) {
         int64_t n = mk_min(MK_CPU_TILE_FLOATS, run->d->hidden - first);
         float *sum = scratch->tile[0];
@@ -155,7 +167,7 @@ static void shared_gate_wgrad(mk_cpu_run *run, mk_cpu_scratch *scratch)
         for (int64_t t = 0; t < run->call->num_tokens; t++) {
             float da = mk_cpu_shared_dgate(run, t);
             for (int64_t i = 0; i < n; i++)
-                sum[i] = fmaf(da, mk_bf16_to_float(x[t * run->d->hidden + first + i]), sum[i]);
+                sum[i] = fmaf(da, mk_bf16_to_float(run->own_x[t * run->d->hidden + first + i]), sum[i]);
         }
         for (int64_t i = 0; i < n; i++)
             store_element(memory, first + i, g->dtype, g->accumulate, sum[i]);

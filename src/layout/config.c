@@ -112,8 +112,8 @@ static mok_status check_options(const mok_config *c)
         return mk_fail(MOK_E_ARG, "save_rows is %lld, but save is not MOK_SAVE_ROWS", (long long)c->save_rows);
     if (c->dtype == MOK_FP32)
         return mk_fail(MOK_E_ARG, "dtype is MOK_FP32: a layer computes in MOK_BF16 or MOK_MXFP8");
-    if (c->dtype == MOK_MXFP8)
-        return mk_fail(MOK_E_UNSUPPORTED, "dtype MOK_MXFP8 is not implemented yet: use MOK_BF16");
+    if (c->mx_wgrad_bf16 && c->dtype != MOK_MXFP8)
+        return mk_fail(MOK_E_ARG, "mx_wgrad_bf16 is set, but dtype is not MOK_MXFP8: the weight gradients are of bf16 operands anyway");
     if (c->activation != MOK_ACT_SWIGLU)
         return mk_fail(MOK_E_UNSUPPORTED, "activation %d is not implemented yet: use MOK_ACT_SWIGLU", (int)c->activation);
     if (c->expert_bias)
@@ -208,6 +208,7 @@ mok_status mk_resolve(mok_config *c, int32_t num_ranks, int32_t rank, mk_machine
     d->rank = rank;
     d->experts_first = mk_expert_first(c->num_experts, num_ranks, rank);
     d->experts_count = mk_expert_first(c->num_experts, num_ranks, rank + 1) - d->experts_first;
+    d->mx = c->dtype == MOK_MXFP8;
     d->ring_tiles = c->ring_rows / MK_ROW_TILE;
     d->mb_tiles_fwd = c->minibatch_rows / MK_ROW_TILE;
     d->mb_tiles_bwd = c->minibatch_rows_bwd / MK_ROW_TILE;
@@ -232,7 +233,7 @@ void mk_fill_plan(const mok_config *c, const mk_dims *d, const mk_memory *memory
     plan->schedule_bytes = memory->schedule_bytes;
     plan->context_bytes = memory->context_bytes;
 
-    double rows = (double)plan->balanced_rows, row_bytes = 2.0 * (double)c->hidden;
+    double rows = (double)plan->balanced_rows, row_bytes = 2.0 * (double)c->hidden, token_bytes = (double)MK_ROW_BYTES(d, d->hidden);
     double away = (double)(d->num_ranks - 1) / d->num_ranks, own_routes = (double)(c->max_tokens * c->topk);
     double gemm = 2.0 * (double)c->hidden * (double)c->intermediate; /* flops of a row in one [H, I] matrix */
     double shared = 2.0 * (double)c->max_tokens * (double)c->hidden * (double)c->shared_intermediate;
@@ -240,18 +241,19 @@ void mk_fill_plan(const mok_config *c, const mk_dims *d, const mk_memory *memory
     plan->forward.minibatch_rows = c->minibatch_rows;
     plan->forward.two_wave_rows = mk_two_wave_rows(c, machine, false, &plan->forward.narrowest_gemm);
     plan->forward.flops = 3 * (rows * gemm + shared);
-    plan->forward.link_bytes_in = plan->forward.link_bytes_out = (rows + own_routes) * away * row_bytes; /* x and y */
+    plan->forward.link_bytes_in = (rows * token_bytes + own_routes * row_bytes) * away; /* x comes, y comes back */
+    plan->forward.link_bytes_out = (own_routes * token_bytes + rows * row_bytes) * away;
     plan->backward.minibatch_rows = c->minibatch_rows_bwd;
     plan->backward.two_wave_rows = mk_two_wave_rows(c, machine, true, &plan->backward.narrowest_gemm);
     plan->backward.flops = 6 * (rows * gemm + shared) + 2 * unsaved * gemm + (d->saved_tiles ? 0 : 2 * shared);
-    plan->backward.link_bytes_in = (2 * rows + own_routes) * away * row_bytes; /* x and dout come, dx comes back */
-    plan->backward.link_bytes_out = (rows + 2 * own_routes) * away * row_bytes;
+    plan->backward.link_bytes_in = (2 * rows * token_bytes + own_routes * row_bytes) * away; /* x and dout come, dx comes back */
+    plan->backward.link_bytes_out = (2 * own_routes * token_bytes + rows * row_bytes) * away;
 }
 
 /* The fields that must agree over the ranks: one list for the comparison, its sentence and the fingerprint. */
 #define SAME_FIELDS(X)                                                                                                   \
     X(hidden) X(intermediate) X(shared_intermediate) X(routed_hidden) X(num_experts) X(topk) X(max_tokens) X(dtype)       \
-    X(router_dtype) X(activation) X(swiglu_limit) X(gate_up) X(weight_layout) X(shared_gate) X(expert_bias) X(ring_rows) \
+    X(router_dtype) X(activation) X(swiglu_limit) X(gate_up) X(weight_layout) X(shared_gate) X(expert_bias) X(mx_wgrad_bf16) X(ring_rows) \
     X(minibatch_rows) X(minibatch_rows_bwd) X(save) X(save_rows) X(save_x) X(comm_sms) X(comm_sms_bwd) X(reserve_sms) X(backend)
 
 const char *mk_config_difference(const mok_config *a, const mok_config *b, double *value_a, double *value_b)

@@ -29,6 +29,7 @@ typedef struct mk_dims {
     int64_t mb_tiles_fwd, mb_tiles_bwd;                /* minibatch */
     int64_t saved_tiles;                               /* tiles of the table whose gate/up the context keeps */
     int64_t capacity_tiles;                            /* tiles the worst routing needs */
+    int32_t mx;                                        /* MXFP8: tokens travel, and gate/up are kept, as rows of mx/mx.h */
 } mk_dims;
 
 MK_FN int64_t mk_ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }

@@ -15,6 +15,7 @@
 #include "layout/fault.h"
 #include "layout/table.h"
 #include "mok.h"
+#include "mx/mx.h"
 
 enum { MK_BUFFER_ALIGN = 256, MK_EPOCH_BYTES = 128, MK_CALL_PARITIES = 2, MK_SCHEDULE_CHUNKS = 1024 };
 
@@ -31,6 +32,9 @@ typedef struct mk_call_head {
     char sentence[460];
 } mk_call_head;
 
+/* A row of n numbers that is quantised in MXFP8: where the next one begins. And what of it crosses the link. */
+#define MK_ROW_STRIDE(d, n) ((d)->mx ? mk_mx_row_stride(n) : 2 * (n))
+#define MK_ROW_BYTES(d, n) ((d)->mx ? mk_mx_row_bytes(n) : 2 * (n))
 #define MK_TILE_ROWS(d) ((d)->capacity_tiles * MK_ROW_TILE)
 #define MK_RING_ROWS(d) ((d)->ring_tiles * MK_ROW_TILE)
 #define MK_SLOTS(d) ((d)->max_tokens * (d)->topk)
@@ -43,8 +47,8 @@ typedef struct mk_call_head {
     X(HEAP, call_heads, sizeof(mk_call_head), MK_CALL_PARITIES)                                                             \
     X(HEAP, expert_ids, 4, MK_CALL_PARITIES * MK_SLOTS(d))       /* [2, T, K] int32 */                                      \
     X(HEAP, router_weights, 4, MK_SLOTS(d))                      /* [T, K] fp32 */                                          \
-    X(HEAP, x, 2, (d)->max_tokens * (d)->hidden)                 /* [T, H] bf16 */                                          \
-    X(HEAP, dout, 2, (d)->max_tokens * (d)->hidden)              /* [T, H] bf16 */                                          \
+    X(HEAP, x, MK_ROW_STRIDE(d, (d)->hidden), (d)->max_tokens)   /* [T, H] bf16; MXFP8: [T] rows of mx/mx.h */              \
+    X(HEAP, dout, MK_ROW_STRIDE(d, (d)->hidden), (d)->max_tokens) /* as x */                                                \
     X(HEAP, slots, 2, MK_SLOTS(d) * (d)->hidden)                 /* [T, K, H] bf16: y in the forward, dx in the backward */ \
     X(HEAP, dweight_slots, 4, MK_SLOTS(d))                       /* [T, K] fp32 */                                          \
     X(LOCAL, ring_x, 2, MK_RING_ROWS(d) * (d)->hidden)           /* [ring, H] bf16 */                                       \
@@ -80,8 +84,8 @@ typedef struct mk_call_head {
     X(SCHEDULE, pieces, sizeof(mk_piece), MK_MAX_PIECES(d))                                                                 \
     X(SCHEDULE, piece_first, 4, mk_ceil_div((d)->capacity_tiles, (d)->mb_tiles_bwd) + 1) /* first piece of each minibatch */ \
     X(CONTEXT, context_head, sizeof(mk_context_head), 1)                                                                    \
-    X(CONTEXT, saved_gate, 2, (d)->saved_tiles * MK_ROW_TILE * (d)->intermediate) /* [C, I] bf16 */                         \
-    X(CONTEXT, saved_up, 2, (d)->saved_tiles * MK_ROW_TILE * (d)->intermediate)   /* [C, I] bf16 */                         \
+    X(CONTEXT, saved_gate, MK_ROW_STRIDE(d, (d)->intermediate), (d)->saved_tiles * MK_ROW_TILE) /* [C, I] bf16, or [C] rows of mx/mx.h */ \
+    X(CONTEXT, saved_up, MK_ROW_STRIDE(d, (d)->intermediate), (d)->saved_tiles * MK_ROW_TILE)   /* as saved_gate */         \
     X(CONTEXT, saved_shared_gate, 2, (d)->saved_tiles ? MK_SHARED_ROWS(d) * (d)->shared_intermediate : 0) /* [T, Is] */     \
     X(CONTEXT, saved_shared_up, 2, (d)->saved_tiles ? MK_SHARED_ROWS(d) * (d)->shared_intermediate : 0)   /* [T, Is] */
 

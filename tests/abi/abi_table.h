@@ -17,9 +17,10 @@
     X(mok_schedule_args, 56) \
     X(mok_forward_args, 312) \
     X(mok_backward_args, 520) \
-    X(mok_stats, 120) \
+    X(mok_stats, 128) \
     X(mok_schedule_info, 112) \
-    X(mok_backend_info, 532)
+    X(mok_backend_info, 532) \
+    X(mok_mx_quantise_args, 88)
 
 /* X(struct, field, offset, size) */
 #define ABI_FIELD_LIST(X) \
@@ -40,6 +41,7 @@
     X(mok_config, weight_layout, 84, 4) \
     X(mok_config, shared_gate, 88, 1) \
     X(mok_config, expert_bias, 89, 1) \
+    X(mok_config, mx_wgrad_bf16, 90, 1) \
     X(mok_config, ring_rows, 96, 8) \
     X(mok_config, minibatch_rows, 104, 8) \
     X(mok_config, minibatch_rows_bwd, 112, 8) \
@@ -157,6 +159,7 @@
     X(mok_stats, wgrad_continued, 96, 8) \
     X(mok_stats, bytes_pulled_peer, 104, 8) \
     X(mok_stats, bytes_pushed_peer, 112, 8) \
+    X(mok_stats, mx_not_finite, 120, 8) \
     X(mok_schedule_info, struct_size, 0, 4) \
     X(mok_schedule_info, api_version, 4, 4) \
     X(mok_schedule_info, tokens_global, 8, 8) \
@@ -178,5 +181,17 @@
     X(mok_backend_info, name, 12, 32) \
     X(mok_backend_info, usable, 44, 1) \
     X(mok_backend_info, detail, 45, 480) \
-    X(mok_backend_info, num_devices, 528, 4)
+    X(mok_backend_info, num_devices, 528, 4) \
+    X(mok_mx_quantise_args, struct_size, 0, 4) \
+    X(mok_mx_quantise_args, api_version, 4, 4) \
+    X(mok_mx_quantise_args, backend, 8, 4) \
+    X(mok_mx_quantise_args, count, 16, 8) \
+    X(mok_mx_quantise_args, rows, 24, 8) \
+    X(mok_mx_quantise_args, cols, 32, 8) \
+    X(mok_mx_quantise_args, source, 40, 8) \
+    X(mok_mx_quantise_args, data, 48, 8) \
+    X(mok_mx_quantise_args, scales, 56, 8) \
+    X(mok_mx_quantise_args, transposed, 64, 8) \
+    X(mok_mx_quantise_args, transposed_scales, 72, 8) \
+    X(mok_mx_quantise_args, not_finite, 80, 8)
 #endif

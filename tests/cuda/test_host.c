@@ -604,6 +604,20 @@ TEST(KN_weights_are_refused_at_creation_by_all_ranks)
 }
 
 /* --- ranks that share a GPU ------------------------------------------------------------------------------------------------ */
+TEST(A9_MXFP8_is_refused_at_creation_by_all_ranks)
+{
+    static const int32_t devices[] = {0, 1};
+    mok_config cfg = small_config();
+    cfg.dtype = MOK_MXFP8;
+    fake_reset(2);
+    EXPECT(run_ranks(2, devices, &cfg, 4, NULL), MOK_E_UNSUPPORTED);
+    for (int r = 0; r < 2; r++) {
+        CHECK_EQ(envs[r].status, MOK_E_UNSUPPORTED);
+        CHECK_STR(envs[r].error, "dtype MOK_MXFP8: backend cuda does not compute in it yet; use MOK_BF16, or backend cpu");
+    }
+    check_nothing_left();
+}
+
 TEST(ranks_that_share_a_GPU_meet_on_the_host)
 {
     mok_config cfg = small_config();

@@ -147,6 +147,9 @@ static inline mk_cpu_run *stage_pass(stage *s, mk_pass pass)
     run->weights = &s->weights;
     run->grads = pass == MK_PASS_BACKWARD ? &s->grads : NULL;
     run->need_x = true;
+    run->mx = run->d->mx;
+    run->own_x = (const mk_bf16 *)(const void *)(s->w->heap + m->x); /* MXFP8: a test sets its own */
+    run->own_dout = (const mk_bf16 *)(const void *)(s->w->heap + m->dout);
     run->want_data = run->want_weights = pass == MK_PASS_BACKWARD;
 #define STAGE_LOCAL(type, field) run->field = (type *)(void *)(local + m->field)
     STAGE_LOCAL(mk_bf16, ring_x); STAGE_LOCAL(mk_bf16, ring_dout); STAGE_LOCAL(mk_bf16, ring_gate); STAGE_LOCAL(mk_bf16, ring_up);

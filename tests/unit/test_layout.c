@@ -388,6 +388,7 @@ TEST(fields_that_must_agree_are_told_apart)
     DIFFERENT(weight_layout, MOK_WEIGHT_KN);
     DIFFERENT(shared_gate, true);
     DIFFERENT(expert_bias, true);
+    DIFFERENT(mx_wgrad_bf16, true);
     DIFFERENT(ring_rows, 4096);
     DIFFERENT(minibatch_rows, 384);
     DIFFERENT(minibatch_rows_bwd, 384);

@@ -242,9 +242,9 @@ static void unwatch(watched *all, const char *what)
     X(a.weights.shared_gate.experts = g->table, MOK_E_ARG, "weights.shared_gate has both")         \
     X(a.weights.shared_up.experts = g->table, MOK_E_ARG, "weights.shared_up has both")             \
     X(a.weights.shared_down.experts = g->table, MOK_E_ARG, "weights.shared_down has both")         \
-    X(a.weights.gate.scales = g->p.gate, MOK_E_UNSUPPORTED, "weights.gate has MXFP8 parts")        \
-    X(a.weights.up.transposed = g->p.gate, MOK_E_UNSUPPORTED, "weights.up has MXFP8 parts")        \
-    X(a.weights.down.transposed_scales = g->p.gate, MOK_E_UNSUPPORTED, "weights.down has MXFP8 parts") \
+    X(a.weights.gate.scales = g->p.gate, MOK_E_ARG, "weights.gate has MXFP8 parts")        \
+    X(a.weights.up.transposed = g->p.gate, MOK_E_ARG, "weights.up has MXFP8 parts")        \
+    X(a.weights.down.transposed_scales = g->p.gate, MOK_E_ARG, "weights.down has MXFP8 parts") \
     X(a.weights.shared_gate.packed = NULL, MOK_E_ARG, "weights.shared_gate has neither")           \
     X(a.weights.shared_up.packed = NULL, MOK_E_ARG, "weights.shared_up has neither")               \
     X((g->table[3] = NULL, a.weights.gate.packed = NULL, a.weights.gate.experts = g->table), MOK_E_ARG, "weights.gate.experts[3] is NULL") \
