@@ -229,7 +229,8 @@ MOK_API mok_status mok_group_create_local(int32_t num_ranks, const int32_t *devi
 /* Peer pointers come from the caller, for ranks in several processes. A workspace with MOK_BACKEND_CUDA takes them as device pointers
  * and runs on the device that is current in the thread that creates it (one GPU per rank); MOK_BACKEND_AUTO means cpu here.
  * Every function is collective over the group, may
- * block, and returns 0 or a non-zero error that the library passes on as MOK_E_ENV. */
+ * block, and returns 0 or a non-zero error that the library passes on as MOK_E_ENV. The library does not bound how long they take: a provider that
+ * may wait for a rank that has died should give up by itself (mok_group_create_processes needs no provider, and bounds its waits). */
 typedef struct mok_provider {
     uint32_t struct_size, api_version;
     void *user;
@@ -241,6 +242,23 @@ typedef struct mok_provider {
     int (*heap_free)(void *user, void *own);
 } mok_provider;
 MOK_API mok_status mok_group_create(const mok_provider *provider, int32_t rank, int32_t num_ranks, mok_group **group);
+
+/* Ranks are processes, with one GPU each or none; the library makes the symmetric memory: shared memory on the cpu backend, CUDA virtual
+ * memory on cuda (of the device that is current in the thread that creates the workspace). Collective, blocks. The caller brings one function.
+ *
+ * Ranks on one machine find each other through all_gather, once, inside this call; afterwards everything that crosses ranks on the host is
+ * bounded by mok_config.timeout_ms and names who is missing, and a process that ends is noticed at once. Ranks on several machines of one
+ * NVLink domain (cuda only, fabric handles) go on using all_gather, which must stay valid, and whose waits are the caller's to bound. After a rank has
+ * died, the others destroy their workspaces and the group, and make a new group without it. examples/mpi_layer.c, examples/nccl_bootstrap.c.
+ * MOK_E_ENV: sockets or containers in the way; MOK_E_MISMATCH; MOK_E_TIMEOUT names the ranks that stayed away. */
+typedef struct mok_bootstrap {
+    uint32_t struct_size, api_version;
+    void *user;
+    /* every rank's `bytes` bytes at `send`, in rank order, into `recv` of all ranks; 0, or an error that is passed on as MOK_E_ENV. */
+    int (*all_gather)(void *user, const void *send, void *recv, size_t bytes);
+    int64_t timeout_ms; /* longest wait for another rank's connection; 0 = 600 000 */
+} mok_bootstrap;
+MOK_API mok_status mok_group_create_processes(const mok_bootstrap *bootstrap, int32_t rank, int32_t num_ranks, mok_group **group);
 
 /* NULL is allowed. Not collective. Workspaces of the group must be gone. */
 MOK_API void mok_group_destroy(mok_group *group);
@@ -371,6 +389,13 @@ typedef struct mok_backward_args {
 } mok_backward_args;
 MOK_API mok_status mok_backward(mok_workspace *workspace, const mok_backward_args *args, void *stream);
 
+typedef enum mok_call_kind { MOK_CALL_SCHEDULE = 1, MOK_CALL_FORWARD = 2, MOK_CALL_RECOMPUTE = 3, MOK_CALL_BACKWARD = 4 } mok_call_kind;
+
+/* In place of this rank's part in a collective call that it will not make, for reasons of the caller's own: the other ranks' same call
+ * fails with MOK_E_PEER and `sentence` (its first 400 characters), and nobody waits. Does not wait for them (but for ranks that share a GPU).
+ * MOK_E_ARG, MOK_E_STATE: nothing was announced. */
+MOK_API mok_status mok_refuse(mok_workspace *workspace, mok_call_kind call, uint64_t layer, const char *sentence, void *stream);
+
 /* ---------------------------------------------------------------------------------------------------------------------
  * MXFP8: quantisation of weights. The source is bf16; an element is e4m3, and 32 of them share a scale 2^(byte - 127):
  * byte - 127 = ceil(log2(amax / 448)), from -39 to 119, amax being the block's largest finite size. NaN and infinities become NaN.
@@ -439,6 +464,10 @@ typedef struct mok_schedule_info {
     int64_t bytes_pulled_peer_bwd, bytes_pushed_peer_bwd; /* of one backward (MOK_BACKWARD_ALL) */
 } mok_schedule_info;
 MOK_API mok_status mok_schedule_query(mok_workspace *workspace, const void *schedule, mok_schedule_info *out);
+
+/* What is notable but no error, a line at a time: ranks that come late, and when they came. From any thread, which must not call the library from
+ * it. NULL: nobody listens (then MOK_LOG=stderr in the environment prints lines there). Otherwise the library never prints. */
+MOK_API void mok_set_log(void (*line)(void *user, const char *text), void *user);
 
 /* What this library can run here. */
 typedef struct mok_backend_info {

@@ -194,6 +194,19 @@ mok_status mok_backward(mok_workspace *w, const mok_backward_args *args, void *s
     return run(w, &call, status, stream);
 }
 
+mok_status mok_refuse(mok_workspace *w, mok_call_kind call, uint64_t layer, const char *sentence, void *stream)
+{
+    if (!w || !sentence)
+        return mk_fail(MOK_E_ARG, "%s is NULL", w ? "sentence" : "workspace");
+    if ((int)call < MOK_CALL_SCHEDULE || (int)call > MOK_CALL_BACKWARD)
+        return mk_fail(MOK_E_ARG, "call is %d: it must be one of mok_call_kind", (int)call);
+    if (w->broken)
+        return mk_fail(MOK_E_STATE, "this workspace is broken: nobody waits for its calls");
+    mok_status why = mk_fail(MOK_E_ARG, "%.400s", sentence);
+    w->backend->refuse(w, (mk_operation)call, layer, why, stream);
+    return w->broken ? mk_fail(MOK_E_STATE, "the other ranks could not be told: %.400s", sentence) : MOK_OK;
+}
+
 mok_status mok_wait(mok_workspace *w) { return w ? w->backend->wait(w, true) : mk_fail(MOK_E_ARG, "workspace is NULL"); }
 mok_status mok_poll(mok_workspace *w) { return w ? w->backend->wait(w, false) : mk_fail(MOK_E_ARG, "workspace is NULL"); }
 

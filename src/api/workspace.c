@@ -115,10 +115,14 @@ mok_status mok_workspace_create(mok_group *group, const mok_config *cfg, mok_wor
     if (status == MOK_OK)
         status = allocate(w);
     MK_TRY_GOTO(exchange_verdict(group, status, &w->config, timeout_ms), fail);
+    group->on_device = w->backend->id == MOK_BACKEND_CUDA;
     status = group->transport->heap_alloc(group, (size_t)w->memory.heap_bytes, (void **)w->heaps, timeout_ms);
     w->heap = w->heaps[group->rank]; /* it may exist though another rank's does not */
     MK_TRY_GOTO(exchange_verdict(group, status, &w->config, timeout_ms), fail);
     MK_TRY_GOTO(exchange_verdict(group, w->backend->open(w), &w->config, timeout_ms), fail);
+    w->number = ++group->num_created;
+    w->next = group->workspaces;
+    group->workspaces = w;
     *workspace = w;
     return MOK_OK;
 fail:
@@ -139,6 +143,11 @@ void mok_workspace_destroy(mok_workspace *w)
     else if (all)
         (void)w->group->transport->all_gather(w->group, &mine, all, 1, w->config.timeout_ms);
     free(all);
+    for (mok_workspace **at = &w->group->workspaces; *at; at = &(*at)->next)
+        if (*at == w) {
+            *at = w->next;
+            break;
+        }
     release(w);
 }
 

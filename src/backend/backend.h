@@ -63,6 +63,8 @@ struct mok_workspace {
     bool broken;                /* a wait ran out or a launch failed: the ranks are no longer in step */
     mok_stats stats;
     void *state;                /* the backend's */
+    mok_workspace *next;        /* of the group handle's list */
+    uint32_t number;            /* among the group's workspaces, from 1, as they were created: the same on all ranks */
 };
 
 /* Does the caller give this weight in MXFP8? Else it is bf16. */

@@ -6,6 +6,7 @@
 #include <time.h>
 
 #include "base/error.h"
+#include "base/log.h"
 
 int64_t mk_cpu_now_ms(void)
 {
@@ -47,22 +48,75 @@ static void post_epoch(mok_workspace *w)
         __atomic_store_n(epoch_word(w, w->heaps[r], w->dims.rank), w->epoch, __ATOMIC_RELEASE);
 }
 
+/* Whom this rank waits for, in what, and since when. */
+typedef struct patience {
+    mok_workspace *w;
+    const char *stage;
+    uint64_t layer, epoch;
+    int64_t start, report; /* ms; how long a wait must last to be worth the next line in the log */
+    bool late;             /* it has been worth one */
+} patience;
+
+/* A rank that has begun a call in another workspace, which this rank has not come to, while this rank waits for it here: they call the
+ * workspaces in different orders, and neither will ever come. Ranks that wait for each other find the same sentence. */
+static mok_status check_order(const patience *p, int32_t r)
+{
+    mok_workspace *w = p->w, *v = w->group->workspaces;
+    for (; v; v = v->next) {
+        if (v == w || v->backend != w->backend || __atomic_load_n(epoch_word(v, v->heap, r), __ATOMIC_ACQUIRE) <= v->epoch)
+            continue;
+        const mk_call_head *theirs = (const mk_call_head *)(const void *)(v->heaps[r] + v->memory.call_heads) + ((v->calls + 1) & 1);
+        const mk_call_head *ours = head_of(w, w->dims.rank), *low = w->dims.rank < r ? ours : theirs, *high = w->dims.rank < r ? theirs : ours;
+        const mok_workspace *low_in = low == ours ? w : v, *high_in = low == ours ? v : w;
+        w->broken = v->broken = true;
+        return mk_fail(MOK_E_MISMATCH, "ranks call two workspaces of a group in different orders: rank %d is in %s of layer %llu in workspace %u, rank %d in %s of "
+                       "layer %llu in workspace %u (counted as they were created)", (int)mk_min(w->dims.rank, r),
+                       mk_operation_name((mk_operation)low->operation), (unsigned long long)low->layer, low_in->number, (int)mk_max(w->dims.rank, r),
+                       mk_operation_name((mk_operation)high->operation), (unsigned long long)high->layer, high_in->number);
+    }
+    return MOK_OK;
+}
+
+/* Now and then in a wait for rank r. MOK_OK: go on waiting. */
+static mok_status still_waiting(patience *p, int32_t r, uint64_t seen)
+{
+    mok_workspace *w = p->w;
+    int64_t waited = mk_cpu_now_ms() - p->start;
+    bool gone = w->group->transport->gone && w->group->transport->gone(w->group, r);
+    MK_TRY(check_order(p, r));
+    if (gone && __atomic_load_n(epoch_word(w, w->heap, r), __ATOMIC_ACQUIRE) >= p->epoch) /* it came, and then went */
+        return MOK_OK;
+    if (!gone && waited <= w->config.timeout_ms) {
+        if (waited < p->report)
+            return MOK_OK;
+        p->late = true;
+        p->report = 2 * waited;
+        mk_log("rank %d is late: rank %d has waited %.1f s for it in %s (layer %llu, call %llu)", r, w->dims.rank, 1e-3 * (double)waited, p->stage,
+               (unsigned long long)p->layer, (unsigned long long)w->calls);
+        return MOK_OK;
+    }
+    w->broken = true;
+    return mk_fail(MOK_E_TIMEOUT, "rank %d waited %lld ms for rank %d in %s (layer %llu, call %llu): its epoch is %llu, expected %llu%s", w->dims.rank,
+                   (long long)(gone ? waited : w->config.timeout_ms), r, p->stage, (unsigned long long)p->layer, (unsigned long long)w->calls,
+                   (unsigned long long)seen, (unsigned long long)p->epoch, gone ? "; its process has ended or left the group" : "");
+}
+
 /* Waits until every rank's epoch has reached `epoch`. Acquire: pairs with the release in post_epoch of rank r. */
 static mok_status wait_epoch(mok_workspace *w, uint64_t epoch, const char *stage, uint64_t layer)
 {
-    int64_t deadline = mk_cpu_now_ms() + w->config.timeout_ms;
+    patience p = {w, stage, layer, epoch, mk_cpu_now_ms(), MK_LATE_MS, false};
     uint32_t spins = 0;
     for (int32_t r = 0; r < w->dims.num_ranks; r++) {
         uint64_t seen;
         while ((seen = __atomic_load_n(epoch_word(w, w->heap, r), __ATOMIC_ACQUIRE)) < epoch) {
             mk_cpu_relax(&spins);
-            if (spins % 256 == 0 && mk_cpu_now_ms() > deadline) {
-                w->broken = true;
-                return mk_fail(MOK_E_TIMEOUT, "rank %d waited %lld ms for rank %d in %s (layer %llu, call %llu): its epoch is %llu, expected %llu",
-                               w->dims.rank, (long long)w->config.timeout_ms, r, stage, (unsigned long long)layer, (unsigned long long)w->calls,
-                               (unsigned long long)seen, (unsigned long long)epoch);
-            }
+            if (spins % 256 == 0)
+                MK_TRY(still_waiting(&p, r, seen));
         }
+        if (p.late)
+            mk_log("rank %d has come to %s (layer %llu, call %llu) after %.1f s", r, stage, (unsigned long long)layer, (unsigned long long)w->calls,
+                   1e-3 * (double)(mk_cpu_now_ms() - p.start));
+        p.late = false;
     }
     return MOK_OK;
 }

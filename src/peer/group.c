@@ -31,7 +31,7 @@ static void provider_heap_free(mok_group *g, void *own) { g->provider.heap_free(
 static void provider_abandon(mok_group *g) { (void)g; } /* whether its functions still work is for the provider to know */
 static void provider_close(mok_group *g) { (void)g; }
 
-static const mk_transport transport_provider = {provider_all_gather, provider_heap_alloc, provider_heap_free, provider_abandon, provider_close};
+static const mk_transport transport_provider = {provider_all_gather, provider_heap_alloc, provider_heap_free, provider_abandon, provider_close, NULL};
 
 mok_status mok_group_create(const mok_provider *provider, int32_t rank, int32_t num_ranks, mok_group **group)
 {

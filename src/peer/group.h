@@ -13,6 +13,8 @@ typedef struct mk_transport {
     /* This rank leaves a workspace without waiting for the others: from here on no rank of the group waits at a rendezvous. */
     void (*abandon)(mok_group *group);
     void (*close)(mok_group *group);
+    /* Is it known that `rank` will never come? A look, no wait. NULL: such a transport does not know. */
+    bool (*gone)(mok_group *group, int32_t rank);
 } mk_transport;
 
 struct mok_group {
@@ -20,6 +22,10 @@ struct mok_group {
     const mk_transport *transport;
     mok_provider provider;      /* transport of mok_group_create */
     struct mk_rendezvous *local;/* transport of mok_group_create_local */
+    struct mk_processes *processes; /* transport of mok_group_create_processes */
+    bool on_device;             /* heaps are to be device memory (of `device`); mok_workspace_create says so before each */
+    mok_workspace *workspaces;  /* that are alive */
+    uint32_t num_created;       /* workspaces so far */
     struct mk_cuda_device *device; /* this rank's GPU, or NULL; the handle's own use of it */
 };
 

@@ -200,7 +200,7 @@ static void local_close(mok_group *g)
     free(v);
 }
 
-const mk_transport mk_transport_local = {local_all_gather, local_heap_alloc, local_heap_free, local_abandon, local_close};
+const mk_transport mk_transport_local = {local_all_gather, local_heap_alloc, local_heap_free, local_abandon, local_close, NULL};
 
 mok_status mok_group_create_local(int32_t num_ranks, const int32_t *devices, mok_group **groups)
 {

@@ -64,6 +64,7 @@ TEST(init_sets_the_header_and_zeroes_the_rest)
     CHECK_INIT(mok_config);
     CHECK_INIT(mok_plan);
     CHECK_INIT(mok_provider);
+    CHECK_INIT(mok_bootstrap);
     CHECK_INIT(mok_schedule_args);
     CHECK_INIT(mok_forward_args);
     CHECK_INIT(mok_backward_args);
@@ -232,6 +233,7 @@ TEST(a_future_caller_is_refused_what_is_unknown)
         CHECK_STR(mok_last_error(), #type " has ");                                      \
     } while (0)
     mok_provider provider = MOK_INIT(mok_provider);
+    mok_bootstrap bootstrap = MOK_INIT(mok_bootstrap);
     mok_schedule_args s = MOK_INIT(mok_schedule_args);
     mok_forward_args f = MOK_INIT(mok_forward_args);
     mok_backward_args b = MOK_INIT(mok_backward_args);
@@ -240,6 +242,7 @@ TEST(a_future_caller_is_refused_what_is_unknown)
     ABI_REFUSED(mok_config, c, mok_workspace_create(group, a, &none));
     ABI_REFUSED(mok_config, c, mok_plan_query(a, 1, 0, 0, 0, 0, &plan, NULL, NULL));
     ABI_REFUSED(mok_provider, provider, mok_group_create(a, 0, 1, &nobody));
+    ABI_REFUSED(mok_bootstrap, bootstrap, mok_group_create_processes(a, 0, 1, &nobody));
     ABI_REFUSED(mok_schedule_args, s, mok_schedule(w, a, NULL));
     ABI_REFUSED(mok_forward_args, f, mok_forward(w, a, NULL));
     ABI_REFUSED(mok_forward_args, f, mok_recompute(w, a, NULL));

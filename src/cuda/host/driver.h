@@ -33,11 +33,27 @@ enum { /* CUresult */
     MK_CU_NOT_PERMITTED = 800, MK_CU_NOT_SUPPORTED = 801, MK_CU_SYSTEM_DRIVER_MISMATCH = 803, MK_CU_COMPAT_NOT_SUPPORTED_ON_DEVICE = 804,
     MK_CU_CAPTURE_UNSUPPORTED = 900, MK_CU_CAPTURED_EVENT = 907
 };
-enum { /* CUdevice_attribute */ MK_CU_NUM_SMS = 16, MK_CU_CC_MAJOR = 75, MK_CU_CC_MINOR = 76 };
+enum { /* CUdevice_attribute */
+    MK_CU_NUM_SMS = 16, MK_CU_COMPUTE_MODE = 20, MK_CU_CC_MAJOR = 75, MK_CU_CC_MINOR = 76, MK_CU_VMM_SUPPORTED = 102, MK_CU_HANDLE_FD_SUPPORTED = 103,
+    MK_CU_HANDLE_FABRIC_SUPPORTED = 128
+};
 enum { /* CUfunction_attribute */ MK_CU_FUNCTION_NUM_REGS = 4, MK_CU_FUNCTION_MAX_DYNAMIC_SHARED = 8 };
 enum { /* CUpointer_attribute, CUmemorytype */ MK_CU_POINTER_MEMORY_TYPE = 2, MK_CU_POINTER_DEVICE_ORDINAL = 9, MK_CU_MEMORY_DEVICE = 2 };
 enum { /* CUlaunchAttributeID */ MK_CU_LAUNCH_CLUSTER_DIMENSION = 4 };
 enum { MK_CU_EVENT_DISABLE_TIMING = 2, MK_CU_HOST_PORTABLE = 1, MK_CU_HOST_DEVICEMAP = 2 };
+
+enum { /* virtual memory: CUmemAllocationType, CUmemLocationType, CUmemAllocationGranularity_flags, CUmemAccess_flags */
+    MK_CU_ALLOCATION_PINNED = 1, MK_CU_LOCATION_DEVICE = 1, MK_CU_GRANULARITY_RECOMMENDED = 1, MK_CU_ACCESS_READ_WRITE = 3
+};
+
+typedef struct mk_cu_location { int type, id; } mk_cu_location; /* CUmemLocation */
+typedef struct mk_cu_allocation { /* CUmemAllocationProp */
+    int type, handle_types;
+    mk_cu_location location;
+    void *windows;
+    unsigned char flags[8];
+} mk_cu_allocation;
+typedef struct mk_cu_access { mk_cu_location location; int flags; } mk_cu_access; /* CUmemAccessDesc */
 
 typedef struct mk_cu_launch_attribute { /* CUlaunchAttribute */
     int id;
@@ -83,6 +99,16 @@ typedef struct mk_cu_launch { /* CUlaunchConfig */
     X(cuMemHostAlloc, "cuMemHostAlloc", (void **memory, size_t bytes, unsigned flags))                                          \
     X(cuMemHostGetDevicePointer, "cuMemHostGetDevicePointer_v2", (mk_cu_pointer *device, void *host, unsigned flags))           \
     X(cuMemFreeHost, "cuMemFreeHost", (void *memory))                                                                           \
+    X(cuMemGetAllocationGranularity, "cuMemGetAllocationGranularity", (size_t *bytes, const mk_cu_allocation *allocation, int option)) \
+    X(cuMemCreate, "cuMemCreate", (unsigned long long *handle, size_t bytes, const mk_cu_allocation *allocation, unsigned long long flags)) \
+    X(cuMemRelease, "cuMemRelease", (unsigned long long handle))                                                                \
+    X(cuMemExportToShareableHandle, "cuMemExportToShareableHandle", (void *to, unsigned long long handle, int type, unsigned long long flags)) \
+    X(cuMemImportFromShareableHandle, "cuMemImportFromShareableHandle", (unsigned long long *handle, void *from, int type))     \
+    X(cuMemAddressReserve, "cuMemAddressReserve", (mk_cu_pointer *address, size_t bytes, size_t align, mk_cu_pointer wish, unsigned long long flags)) \
+    X(cuMemAddressFree, "cuMemAddressFree", (mk_cu_pointer address, size_t bytes))                                              \
+    X(cuMemMap, "cuMemMap", (mk_cu_pointer address, size_t bytes, size_t offset, unsigned long long handle, unsigned long long flags)) \
+    X(cuMemUnmap, "cuMemUnmap", (mk_cu_pointer address, size_t bytes))                                                          \
+    X(cuMemSetAccess, "cuMemSetAccess", (mk_cu_pointer address, size_t bytes, const mk_cu_access *access, size_t count))        \
     X(cuPointerGetAttributes, "cuPointerGetAttributes", (unsigned count, int *attributes, void **values, mk_cu_pointer memory)) \
     X(cuModuleLoadData, "cuModuleLoadData", (mk_cu_module *module, const void *image))                                          \
     X(cuModuleUnload, "cuModuleUnload", (mk_cu_module module))                                                                  \
