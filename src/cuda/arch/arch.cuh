@@ -1,7 +1,7 @@
 /* The arch layer: everything device code may ask of the machine, one function per instruction.
  *
  * Device code includes this file and nothing below it. nvcc gets inline PTX (common.cuh for what both chips have, sm90a.cuh
- * for Hopper's matrix unit); g++ -DMOK_EMU gets the emulator, with the same names and the same meaning. The order and
+ * for Hopper's matrix unit, sm100a.cuh for Blackwell's; MK_SM100 is defined where code is compiled for the latter); g++ -DMOK_EMU gets the emulator, with the same names and the same meaning. The order and
  * scope of an operation are in its name; where a name has none, the instruction orders nothing.
  *
  * Shared memory is addressed by 32-bit numbers, as the instructions do: `smem_addr` gives a CTA's own, `cluster_addr` that
@@ -21,6 +21,12 @@ struct alignas(16) Vec4 { uint32_t x, y, z, w; };  /* 16 bytes: what one lane mo
 #include "emu/arch_emu.h"
 #else
 #include "cuda/arch/common.cuh"
+#if defined(__CUDA_ARCH_FAMILY_SPECIFIC__) || defined(__CUDA_ARCH_SPECIFIC__)
+#if __CUDA_ARCH_FAMILY_SPECIFIC__ >= 1000 && __CUDA_ARCH_FAMILY_SPECIFIC__ < 1100
+#define MK_SM100
+#endif
+#endif
 #include "cuda/arch/sm90a.cuh"
+#include "cuda/arch/sm100a.cuh"
 #endif
 #endif
