@@ -244,12 +244,12 @@ typedef struct mok_provider {
 MOK_API mok_status mok_group_create(const mok_provider *provider, int32_t rank, int32_t num_ranks, mok_group **group);
 
 /* Ranks are processes, with one GPU each or none; the library makes the symmetric memory: shared memory on the cpu backend, CUDA virtual
- * memory on cuda (of the device that is current in the thread that creates the workspace). Collective, blocks. The caller brings one function.
+ * memory on cuda. Collective, blocks. The caller brings one function.
  *
  * Ranks on one machine find each other through all_gather, once, inside this call; afterwards everything that crosses ranks on the host is
  * bounded by mok_config.timeout_ms and names who is missing, and a process that ends is noticed at once. Ranks on several machines of one
  * NVLink domain (cuda only, fabric handles) go on using all_gather, which must stay valid, and whose waits are the caller's to bound. After a rank has
- * died, the others destroy their workspaces and the group, and make a new group without it. examples/mpi_layer.c, examples/nccl_bootstrap.c.
+ * died, the others destroy their workspaces and the group, and make a new group without it. examples/mpi_layer.c, examples/nccl_bootstrap.h.
  * MOK_E_ENV: sockets or containers in the way; MOK_E_MISMATCH; MOK_E_TIMEOUT names the ranks that stayed away. */
 typedef struct mok_bootstrap {
     uint32_t struct_size, api_version;
@@ -257,6 +257,8 @@ typedef struct mok_bootstrap {
     /* every rank's `bytes` bytes at `send`, in rank order, into `recv` of all ranks; 0, or an error that is passed on as MOK_E_ENV. */
     int (*all_gather)(void *user, const void *send, void *recv, size_t bytes);
     int64_t timeout_ms; /* longest wait for another rank's connection; 0 = 600 000 */
+    bool set_device;    /* this rank's GPU is `device`, and MOK_BACKEND_AUTO means cuda; else cpu, and with MOK_BACKEND_CUDA the current device */
+    int32_t device;
 } mok_bootstrap;
 MOK_API mok_status mok_group_create_processes(const mok_bootstrap *bootstrap, int32_t rank, int32_t num_ranks, mok_group **group);
 

@@ -26,7 +26,7 @@ mok_status mk_backend_choose(mok_group *group, mok_backend_id wish, const mk_bac
     if ((int)wish < MOK_BACKEND_AUTO || (int)wish > MOK_BACKEND_CUDA)
         return mk_fail(MOK_E_ARG, "backend is %d: it must be from %d to %d", (int)wish, MOK_BACKEND_AUTO, MOK_BACKEND_CUDA);
     bool on_devices = group->device && group->transport == &mk_transport_local;
-    if (wish == MOK_BACKEND_CUDA || (wish == MOK_BACKEND_AUTO && on_devices))
+    if (wish == MOK_BACKEND_CUDA || (wish == MOK_BACKEND_AUTO && (on_devices || group->chose_device)))
         return choose_cuda(group, backend);
     if (on_devices) /* its heaps are device memory */
         return mk_fail(MOK_E_ARG, "backend cpu: the group was made with devices: pass devices = NULL to mok_group_create_local");

@@ -32,6 +32,12 @@ mok_status mk_group_use_devices(mok_group *const *ranks, const int32_t *devices,
     return status;
 }
 
+mok_status mk_group_choose_device(mok_group *group, int32_t ordinal)
+{
+    group->chose_device = true;
+    return mk_cuda_device_open(ordinal, &group->device);
+}
+
 mok_status mk_group_use_current_device(mok_group *group)
 {
     int32_t ordinal;

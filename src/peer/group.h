@@ -7,7 +7,8 @@
 /* As mok_provider, but every function has written the sentence when it fails. timeout_ms bounds each wait, where the transport can. */
 typedef struct mk_transport {
     mok_status (*all_gather)(mok_group *group, const void *send, void *recv, size_t bytes, int64_t timeout_ms);
-    /* After a failure peers[own rank] is what heap_free must still be called for, or NULL. */
+    /* After a failure peers[own rank] is what heap_free must still be called for, or NULL. Where another rank has failed, peers may be NULL: the
+     * caller compares statuses next. */
     mok_status (*heap_alloc)(mok_group *group, size_t bytes, void **peers, int64_t timeout_ms);
     void (*heap_free)(mok_group *group, void *own);
     /* This rank leaves a workspace without waiting for the others: from here on no rank of the group waits at a rendezvous. */
@@ -25,6 +26,7 @@ struct mok_group {
     struct mk_processes *processes; /* transport of mok_group_create_processes */
     bool on_device;             /* heaps are to be device memory (of `device`); mok_workspace_create says so before each */
     mok_workspace *workspaces;  /* that are alive */
+    bool chose_device;          /* `device` is the caller's wish, which MOK_BACKEND_AUTO follows */
     uint32_t num_created;       /* workspaces so far */
     struct mk_cuda_device *device; /* this rank's GPU, or NULL; the handle's own use of it */
 };
@@ -34,6 +36,8 @@ extern const mk_transport mk_transport_local;
 
 /* peer/devices.c: a GPU for every handle, ranks[r] on devices[r], all reaching each other. On failure no handle has one. */
 mok_status mk_group_use_devices(mok_group *const *ranks, const int32_t *devices, int32_t num_ranks);
+/* This rank's GPU is `ordinal`, because the caller says so. */
+mok_status mk_group_choose_device(mok_group *group, int32_t ordinal);
 /* A group of a caller's provider: the GPU that is current in this thread. Nothing happens if the handle has one. */
 mok_status mk_group_use_current_device(mok_group *group);
 void mk_group_release_device(mok_group *group);

@@ -146,11 +146,14 @@ static mok_status map_device(shared_heap *h, const mok_group *g, int32_t r, cons
                    g->device->ordinal, r, its->host, its->device, why);
 }
 
+/* A rank that has no part of its own says so itself, to all (mok_workspace_create); the others keep quiet, so that its sentence is heard. */
 static mok_status map_peers(mok_group *g, shared_heap *h, const part *all, const int *fds)
 {
+    if (all[g->rank].status != MOK_OK)
+        return mk_fail((mok_status)all[g->rank].status, "%s", all[g->rank].sentence);
     for (int32_t r = 0; r < g->size; r++)
         if (all[r].status != MOK_OK)
-            return mk_fail((mok_status)all[r].status, "%s", all[r].sentence);
+            return MOK_OK;
     for (int32_t r = 0; r < g->size; r++)
         if (r != g->rank)
             MK_TRY(g->on_device ? map_device(h, g, r, &all[r], fds[r]) : map_host(h, g, r, fds[r]));
@@ -280,8 +283,9 @@ static mok_status introduce(mok_group *g, const mok_bootstrap *b, int64_t timeou
     bool one_machine = false;
     memset(&mine, 0, sizeof mine);
     mine.size = g->size;
-    mok_status status = all && addresses ? mk_mesh_listen(g->rank, g->size, &g->processes->mesh, &mine.address)
-                                         : mk_fail(MOK_E_MEMORY, "no memory for a group of %d ranks", g->size);
+    mok_status status = b->set_device ? mk_group_choose_device(g, b->device) : MOK_OK;
+    if (status == MOK_OK)
+        status = all && addresses ? mk_mesh_listen(g->rank, g->size, &g->processes->mesh, &mine.address) : mk_fail(MOK_E_MEMORY, "no memory for a group of %d ranks", g->size);
     mine.status = (int32_t)status;
     if (status != MOK_OK)
         snprintf(mine.sentence, sizeof mine.sentence, "%s", mok_last_error());
@@ -324,7 +328,7 @@ mok_status mok_group_create_processes(const mok_bootstrap *bootstrap, int32_t ra
     }
     *g = (mok_group){.rank = rank, .size = num_ranks, .transport = &transport_processes, .processes = p};
     p->bootstrap = b;
-    mok_status status = num_ranks > 1 ? introduce(g, &b, b.timeout_ms ? b.timeout_ms : 600000) : MOK_OK;
+    mok_status status = num_ranks > 1 ? introduce(g, &b, b.timeout_ms ? b.timeout_ms : 600000) : b.set_device ? mk_group_choose_device(g, b.device) : MOK_OK;
     if (status == MOK_OK)
         *group = g;
     else

@@ -10,7 +10,7 @@
     X(mok_pass_plan, 48) \
     X(mok_plan, 200) \
     X(mok_provider, 40) \
-    X(mok_bootstrap, 32) \
+    X(mok_bootstrap, 40) \
     X(mok_weight, 40) \
     X(mok_weights, 248) \
     X(mok_grad, 24) \
@@ -92,6 +92,8 @@
     X(mok_bootstrap, user, 8, 8) \
     X(mok_bootstrap, all_gather, 16, 8) \
     X(mok_bootstrap, timeout_ms, 24, 8) \
+    X(mok_bootstrap, set_device, 32, 1) \
+    X(mok_bootstrap, device, 36, 4) \
     X(mok_weight, packed, 0, 8) \
     X(mok_weight, experts, 8, 8) \
     X(mok_weight, scales, 16, 8) \

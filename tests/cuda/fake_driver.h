@@ -16,6 +16,9 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 enum { FAKE_DEVICES = 8, FAKE_LOG = 8192, FAKE_SMS = 132, FAKE_CLUSTERS = 66, FAKE_MAPS = 64, FAKE_STACK = 8 };
 
@@ -46,6 +49,9 @@ typedef struct fake_state {
     int fail_with;
     const char *failed;             /* which it was */
     bool failed_unheard;            /* and it failed under fake_nobody_listens */
+    int compute_mode;
+    bool no_vmm, no_fd_handles, fabric_handles; /* fabric_handles: offered, and cuMemCreate refuses them, as without an IMEX channel */
+    long live_handles, live_ranges;             /* of virtual memory */
     bool capturing, busy;
     void (*on_launch)(const char *name, const void *params);
     /* What is alive. */
@@ -157,7 +163,15 @@ static mk_cu_result fake_cuDeviceGetName(char *name, int bytes, mk_cu_device dev
 static mk_cu_result fake_cuDeviceGetAttribute(int *value, int attribute, mk_cu_device device)
 {
     FAKE_BEGIN(cuDeviceGetAttribute);
-    *value = attribute == MK_CU_CC_MAJOR ? fake.cc_major[device - 100] : attribute == MK_CU_CC_MINOR ? fake.cc_minor[device - 100] : FAKE_SMS;
+    switch (attribute) {
+    case MK_CU_CC_MAJOR: *value = fake.cc_major[device - 100]; break;
+    case MK_CU_CC_MINOR: *value = fake.cc_minor[device - 100]; break;
+    case MK_CU_COMPUTE_MODE: *value = fake.compute_mode; break;
+    case MK_CU_VMM_SUPPORTED: *value = !fake.no_vmm; break;
+    case MK_CU_HANDLE_FD_SUPPORTED: *value = !fake.no_fd_handles; break;
+    case MK_CU_HANDLE_FABRIC_SUPPORTED: *value = fake.fabric_handles; break;
+    default: *value = FAKE_SMS;
+    }
     return fake_leave(0);
 }
 static mk_cu_result fake_cuDeviceGetUuid(mk_cu_uuid *uuid, mk_cu_device device)
@@ -239,6 +253,83 @@ static mk_cu_result fake_cuMemFree(mk_cu_pointer memory)
     pthread_mutex_lock(&fake.lock);
     return fake_leave(fake_free_block((void *)(uintptr_t)memory));
 }
+
+/* --- virtual memory: a handle is a memfd, so that it works between processes, as the real ones do ---------------------------- */
+enum { FAKE_GRAIN = 65536 };
+static mk_cu_result fake_cuMemGetAllocationGranularity(size_t *bytes, const mk_cu_allocation *allocation, int option)
+{
+    FAKE_BEGIN(cuMemGetAllocationGranularity);
+    *bytes = FAKE_GRAIN;
+    return fake_leave(allocation->type == MK_CU_ALLOCATION_PINNED && option == MK_CU_GRANULARITY_RECOMMENDED ? 0 : MK_CU_INVALID_VALUE);
+}
+static mk_cu_result fake_cuMemCreate(unsigned long long *handle, size_t bytes, const mk_cu_allocation *allocation, unsigned long long flags)
+{
+    FAKE_BEGIN(cuMemCreate);
+    if (flags || bytes % FAKE_GRAIN || fake_current() < 0)
+        return fake_leave(MK_CU_INVALID_VALUE);
+    if (allocation->handle_types != 1)
+        return fake_leave(MK_CU_NOT_PERMITTED);
+    int fd = (int)syscall(SYS_memfd_create, "mok heap of a fake device", 0u);
+    if (fd < 0 || ftruncate(fd, (off_t)bytes))
+        return fake_leave(MK_CU_OUT_OF_MEMORY);
+    fake.live_handles++;
+    *handle = (unsigned long long)fd;
+    return fake_leave(0);
+}
+static mk_cu_result fake_cuMemRelease(unsigned long long handle)
+{
+    FAKE_BEGIN(cuMemRelease);
+    fake.live_handles--;
+    return fake_leave(close((int)handle) ? MK_CU_INVALID_VALUE : 0);
+}
+static mk_cu_result fake_cuMemExportToShareableHandle(void *to, unsigned long long handle, int type, unsigned long long flags)
+{
+    FAKE_BEGIN(cuMemExportToShareableHandle);
+    *(int *)to = type == 1 && !flags ? dup((int)handle) : -1;
+    return fake_leave(*(int *)to < 0 ? MK_CU_INVALID_VALUE : 0);
+}
+static mk_cu_result fake_cuMemImportFromShareableHandle(unsigned long long *handle, void *from, int type)
+{
+    FAKE_BEGIN(cuMemImportFromShareableHandle);
+    int fd = type == 1 ? dup((int)(intptr_t)from) : -1;
+    *handle = (unsigned long long)fd;
+    fake.live_handles += fd >= 0;
+    return fake_leave(fd < 0 ? MK_CU_INVALID_VALUE : 0);
+}
+static mk_cu_result fake_cuMemAddressReserve(mk_cu_pointer *address, size_t bytes, size_t align, mk_cu_pointer wish, unsigned long long flags)
+{
+    (void)align;
+    FAKE_BEGIN(cuMemAddressReserve);
+    void *p = wish || flags ? MAP_FAILED : mmap(NULL, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    *address = (mk_cu_pointer)(uintptr_t)p;
+    fake.live_ranges += p != MAP_FAILED;
+    return fake_leave(p == MAP_FAILED ? MK_CU_OUT_OF_MEMORY : 0);
+}
+static mk_cu_result fake_cuMemAddressFree(mk_cu_pointer address, size_t bytes)
+{
+    FAKE_BEGIN(cuMemAddressFree);
+    fake.live_ranges--;
+    return fake_leave(munmap((void *)(uintptr_t)address, bytes) ? MK_CU_INVALID_VALUE : 0);
+}
+static mk_cu_result fake_cuMemMap(mk_cu_pointer address, size_t bytes, size_t offset, unsigned long long handle, unsigned long long flags)
+{
+    FAKE_BEGIN(cuMemMap);
+    void *p = offset || flags ? MAP_FAILED : mmap((void *)(uintptr_t)address, bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, (int)handle, 0);
+    return fake_leave(p == MAP_FAILED ? MK_CU_INVALID_VALUE : 0);
+}
+static mk_cu_result fake_cuMemUnmap(mk_cu_pointer address, size_t bytes)
+{
+    FAKE_BEGIN(cuMemUnmap);
+    void *p = mmap((void *)(uintptr_t)address, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+    return fake_leave(p == MAP_FAILED ? MK_CU_INVALID_VALUE : 0);
+}
+static mk_cu_result fake_cuMemSetAccess(mk_cu_pointer address, size_t bytes, const mk_cu_access *access, size_t count)
+{
+    FAKE_BEGIN(cuMemSetAccess);
+    bool all = count == 1 && access->flags == MK_CU_ACCESS_READ_WRITE && access->location.type == MK_CU_LOCATION_DEVICE;
+    return fake_leave(!all || mprotect((void *)(uintptr_t)address, bytes, PROT_READ | PROT_WRITE) ? MK_CU_INVALID_VALUE : 0);
+}
+
 static mk_cu_result fake_cuMemGetInfo(size_t *left, size_t *total)
 {
     FAKE_BEGIN(cuMemGetInfo);
