@@ -92,7 +92,7 @@ static int measure(bench_report *r, bool json, char *error, size_t size)
     return 0;
 }
 
-static bool settle(bench_report *r, const shape_options *shape, const char *save, const char *backend, const char *only, char *error, size_t size)
+static bool settle(bench_report *r, const shape_options *shape, const char *save, const char *backend, const char *only, const char *dtype, char *error, size_t size)
 {
     bench_settings *s = &r->settings;
     if (!shape_backend(backend, &s->cfg.backend, error, size) || !shape_save(save, &s->save, &s->save_rows, error, size))
@@ -106,7 +106,7 @@ static bool settle(bench_report *r, const shape_options *shape, const char *save
     }
     r->has_layer = strcmp(only, "gemm") != 0;
     r->has_gemm = strcmp(only, "layer") != 0 && !cuda; /* of the cpu backend; the GPU's is measured by bench/gemm_core.sh */
-    if (!shape_resolve(shape, &s->cfg, r->name, NULL, error, size))
+    if (!shape_resolve(shape, &s->cfg, r->name, NULL, error, size) || !shape_dtype(dtype, &s->cfg.dtype, error, size))
         return false;
     s->cfg.backend = cuda ? MOK_BACKEND_CUDA : MOK_BACKEND_CPU;
     return is_legal(s, error, size);
@@ -117,7 +117,7 @@ int command_bench(int argc, char **argv)
     static bench_report r;
     shape_options shape;
     int64_t ranks, threads;
-    const char *save, *backend, *only;
+    const char *save, *backend, *only, *dtype;
     bool json;
     char error[1024];
     r = (bench_report){.name = ""};
@@ -131,6 +131,8 @@ int command_bench(int argc, char **argv)
         ARG_STRING("save", "WHAT", &save, "all", "gate/up rows kept for the backward: none, ring, all or a number"),
         ARG_STRING("only", "PART", &only, "all", "layer, gemm or all"),
         ARG_STRING("backend", "NAME", &backend, "cpu", "cpu, or cuda: the forward, its ranks sharing the first GPU"),
+        SHAPE_DTYPE_OPTION(&dtype),
+        ARG_FLAG("requantise", &r.settings.requantise, "mxfp8: quantise the weights in every pass, not once before"),
         ARG_FLAG("json", &json, "print JSON"),
     };
     const size_t num_options = sizeof options / sizeof *options;
@@ -142,7 +144,7 @@ int command_bench(int argc, char **argv)
         r.settings.ranks = (int32_t)ranks;
         r.settings.threads = (int32_t)threads;
         shape_prefer_model(&shape, options, num_options);
-        if (settle(&r, &shape, save, backend, only, error, sizeof error))
+        if (settle(&r, &shape, save, backend, only, dtype, error, sizeof error))
             status = measure(&r, json, error, sizeof error);
         else
             parsed = ARGS_ERROR;

@@ -10,6 +10,7 @@ typedef struct bench_settings {
     int64_t tokens, repeat; /* tokens of a rank */
     mok_save save;
     int64_t save_rows;
+    bool requantise;        /* MXFP8: weights are given in bf16, so that every pass quantises them */
 } bench_settings;
 
 /* Seconds of one operation, over the repeats. */

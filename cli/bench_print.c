@@ -66,6 +66,7 @@ bool bench_print_json(const bench_report *r)
     json_int(&w, "ranks", s->ranks);
     json_int(&w, "tokens", s->tokens);
     json_int(&w, "repeat", s->repeat);
+    json_bool(&w, "requantise", s->requantise);
     if (r->has_layer) {
         json_begin_object(&w, "layer");
         json_int(&w, "threads_per_rank", r->layer.config.cpu_threads);

@@ -133,8 +133,8 @@ int command_check(int argc, char **argv)
     check_settings s = {.quick = false};
     shape_options shape = {.model = NULL};
     int64_t seed, devices;
-    const char *backend;
-    bool json, bad_ids;
+    const char *backend, *dtype;
+    bool json, bad_ids, wgrad_bf16;
     char error[1024], name[64];
     arg_option options[] = {
         SHAPE_OPTIONS(&shape, 256, 384, 128, 8, 3),
@@ -144,6 +144,8 @@ int command_check(int argc, char **argv)
         ARG_INT("seed", "N", &seed, -1, 0, INT64_MAX, "seed of data and routes; a fresh one, printed, if not given"),
         ARG_STRING("backend", "NAME", &backend, "cpu", "cpu, or cuda: the forward, with virtual ranks if there are more ranks than GPUs"),
         ARG_INT("devices", "N", &devices, 1, 1, 64, "cuda: GPUs that the ranks are spread over"),
+        SHAPE_DTYPE_OPTION(&dtype),
+        ARG_FLAG("wgrad-bf16", &wgrad_bf16, "mxfp8: weight gradients from bf16 operands, not from quantised ones"),
         ARG_FLAG("quick", &s.quick, "fewer variants"),
         ARG_FLAG("bad-ids", &bad_ids, "instead, give one route an expert that does not exist and show how it is refused"),
         ARG_FLAG("json", &json, "print JSON"),
@@ -156,8 +158,9 @@ int command_check(int argc, char **argv)
     if (parsed == ARGS_OK) {
         if (!args_given(options, num_options, "topk") && shape.topk > shape.experts)
             shape.topk = shape.experts;
-        bool ok = shape_resolve(&shape, &s.cfg, name, NULL, error, sizeof error) && shape_backend(backend, &s.cfg.backend, error, sizeof error) &&
+        bool ok = shape_resolve(&shape, &s.cfg, name, NULL, error, sizeof error) && shape_dtype(dtype, &s.cfg.dtype, error, sizeof error) && shape_backend(backend, &s.cfg.backend, error, sizeof error) &&
                   shape_backend_usable(s.cfg.backend, error, sizeof error);
+        s.cfg.mx_wgrad_bf16 = wgrad_bf16;
         s.forward_only = s.cfg.backend == MOK_BACKEND_CUDA;
         s.num_devices = s.forward_only ? (int32_t)devices : 0;
         s.seed = seed >= 0 ? (uint64_t)seed : fresh_seed();

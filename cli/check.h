@@ -53,6 +53,7 @@ typedef struct check_routing {
     layer_problem problem;
     int64_t rows, busiest;    /* live routes; those of the most liked expert */
     double error[CHECK_NUM_OUTPUTS], chain_error[CHECK_NUM_OUTPUTS]; /* relative, against float64; of the first run and of the bf16 chain */
+    double largest[CHECK_NUM_OUTPUTS]; /* MXFP8, in place of chain_error: largest difference; of gradients, as if dout were randn / sqrt(H) */
     check_run *runs;
     int64_t num_runs;
 } check_routing;
@@ -80,9 +81,12 @@ bool check_run_all(const check_settings *s, check_routing *routing, layer_result
 void check_compare(const layer_problem *p, const layer_options *o, const layer_result *r, const layer_result *first, const layer_result *first_here,
                    check_run *run);
 
-/* check_float64.c: fills error and chain_error. False: no memory. */
+/* check_float64.c: fills error and chain_error, or, for MXFP8, error (sum of differences over sum of sizes) and largest, against the layer
+ * that quantises nothing. False: no memory. */
+#define CHECK_MX_ERROR 0.1
+#define CHECK_MX_LARGEST 1.0
 bool check_against_float64(check_routing *routing, const layer_result *first);
-/* Is this output's error at most twice the chain's? */
+/* Is this output's error at most twice the chain's? MXFP8: are both within the limits above? */
 bool check_error_ok(const check_routing *routing, int output);
 
 /* check_report.c: collects the failures; the tables for people. */

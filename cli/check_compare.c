@@ -84,7 +84,8 @@ static void expect_pass(mok_stats *e, const mok_schedule_info *info, int64_t tab
 /* Counts are exact, except where the schedule does not say which rows lie below a save limit: there low and high enclose them. */
 static void expect(const layer_options *o, const mok_schedule_info *info, const mok_config *cfg, mok_stats *low, mok_stats *high)
 {
-    int64_t saved = cfg->save_rows < info->table_rows ? cfg->save_rows : info->table_rows, ring = cfg->ring_rows, row = 2 * cfg->hidden;
+    int64_t saved = cfg->save_rows < info->table_rows ? cfg->save_rows : info->table_rows, ring = cfg->ring_rows;
+    int64_t row = cfg->dtype == MOK_MXFP8 ? cfg->hidden + cfg->hidden / 32 : 2 * cfg->hidden;
     bool all_saved = saved == info->table_rows;
     expect_pass(high, info, info->table_rows, info->rows, info->rows_copied_fwd, info->rows_pulled_peer_fwd, ring);
     high->bytes_pulled_peer += info->bytes_pulled_peer_fwd;

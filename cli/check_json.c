@@ -62,7 +62,10 @@ static void routing_json(json_writer *w, const check_report *r, const check_rout
         json_begin_object(w, NULL);
         json_string(w, "output", check_output_names[i]);
         json_double(w, "error", routing->error[i]);
-        json_double(w, "bf16_chain_error", routing->chain_error[i]);
+        if (r->settings.cfg.dtype == MOK_MXFP8)
+            json_double(w, "largest_error", routing->largest[i]);
+        else
+            json_double(w, "bf16_chain_error", routing->chain_error[i]);
         json_bool(w, "ok", check_error_ok(routing, i));
         json_end_object(w);
     }

@@ -15,6 +15,7 @@ typedef struct variant {
     int64_t repeat;                          /* passes in one workspace */
     bool quick;                              /* part of --quick */
     bool recompute, two_call, by_pointer, lopsided;
+    bool prequantised;                       /* MXFP8 only */
     int32_t threads;
 } variant;
 
@@ -36,6 +37,7 @@ static const variant variants[] = {
     {"recompute of all rows", "all", SMALL, 128, 128, MOK_SAVE_ALL, 0, 1, .quick = true, .recompute = true},
     {"backward in two calls", "none", SMALL, 128, 128, MOK_SAVE_NONE, 0, 1, .quick = false, .two_call = true},
     {"two calls, all rows saved", "all", SMALL, 128, 128, MOK_SAVE_ALL, 0, 1, .quick = false, .two_call = true},
+    {"weights quantised before", "ring", SMALL, 128, 128, MOK_SAVE_RING, 0, 1, .quick = true, .prequantised = true},
     {"a pointer per expert", "ring", SMALL, 128, 128, MOK_SAVE_RING, 0, 1, .quick = false, .by_pointer = true},
     {"three passes, one workspace", "256", 384, 128, 128, MOK_SAVE_ROWS, 256, 3, .quick = false},
     {"lopsided split of the tokens", "ring", SMALL, 128, 128, MOK_SAVE_RING, 0, 1, .quick = false, .lopsided = true},
@@ -67,7 +69,10 @@ static void inject_fault(const layer_problem *p, layer_result *r, bool last)
 
 /* ----------------------------------------------------------------------------------------------------------- runs -- */
 
-static bool is_run(const check_settings *s, const variant *v) { return (v->quick || !s->quick) && !(s->forward_only && needs_backward(v)); }
+static bool is_run(const check_settings *s, const variant *v)
+{
+    return (v->quick || !s->quick) && !(s->forward_only && needs_backward(v)) && (s->cfg.dtype == MOK_MXFP8 || !v->prequantised);
+}
 
 int64_t check_count_runs(const check_settings *s)
 {
@@ -106,7 +111,7 @@ static layer_options options_of(const check_settings *s, const variant *v, int32
                            .ring_rows = v->ring == RING_EVERYTHING ? capacity : v->ring == RING_HALF ? half : v->ring,
                            .minibatch_rows = v->minibatch, .minibatch_rows_bwd = v->minibatch_bwd, .save = v->save, .save_rows = v->save_rows,
                            .cpu_threads = v->threads, .backend = s->cfg.backend, .recompute = v->recompute, .two_call_backward = v->two_call,
-                           .experts_by_pointer = v->by_pointer, .repeat = v->repeat, .forward_only = s->forward_only, .devices = devices};
+                           .experts_by_pointer = v->by_pointer, .mx_prequantised = v->prequantised, .repeat = v->repeat, .forward_only = s->forward_only, .devices = devices};
 }
 
 /* A call that fails is a difference in everything. */

@@ -28,6 +28,7 @@ typedef struct lm_config {
     uint64_t seed;               /* of the first parameters */
     double balance;              /* factor of the load-balancing loss */
     bool drop_routes;            /* every route is -1: the experts see nothing */
+    bool mxfp8;                  /* the routed experts compute in MXFP8, else in bf16 */
     int32_t ranks;
 } lm_config;
 

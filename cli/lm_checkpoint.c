@@ -8,9 +8,11 @@
 
 static const char magic[8] = "mok-lm 1";
 
+enum { FLAG_DROP_ROUTES = 1, FLAG_MXFP8 = 2 };
+
 typedef struct head {
     char magic[8];
-    int64_t hidden, intermediate, shared_intermediate, layers, experts, topk, context, tokens, drop_routes;
+    int64_t hidden, intermediate, shared_intermediate, layers, experts, topk, context, tokens, flags;
     uint64_t seed;
     double balance, rate;
     uint64_t text;
@@ -62,7 +64,7 @@ static void put_all(stream *s, const lm *model, const lm_config *c, const lm_run
     int64_t count;
     const lm_tensor *t = lm_tensors(model, &count);
     head h = {.hidden = c->hidden, .intermediate = c->intermediate, .shared_intermediate = c->shared_intermediate, .layers = c->layers,
-              .experts = c->experts, .topk = c->topk, .context = c->context, .tokens = c->tokens, .drop_routes = c->drop_routes, .seed = c->seed,
+              .experts = c->experts, .topk = c->topk, .context = c->context, .tokens = c->tokens, .flags = (c->drop_routes ? FLAG_DROP_ROUTES : 0) | (c->mxfp8 ? FLAG_MXFP8 : 0), .seed = c->seed,
               .balance = c->balance, .rate = run->rate, .text = run->text, .step = run->step, .num_points = run->num_points,
               .elements = count_elements(model)};
     memcpy(h.magic, magic, sizeof magic);
@@ -175,7 +177,7 @@ bool lm_checkpoint_read(const char *path, lm_config *c, lm_run *run, char error[
     }
     if (ok)
         *c = (lm_config){.hidden = h.hidden, .intermediate = h.intermediate, .shared_intermediate = h.shared_intermediate, .layers = h.layers,
-                         .experts = h.experts, .topk = h.topk, .context = h.context, .tokens = h.tokens, .drop_routes = h.drop_routes != 0,
+                         .experts = h.experts, .topk = h.topk, .context = h.context, .tokens = h.tokens, .drop_routes = h.flags & FLAG_DROP_ROUTES, .mxfp8 = h.flags & FLAG_MXFP8,
                          .seed = h.seed, .balance = h.balance};
     ok = ok && get_run(&s, &h, run, error);
     fclose(s.file);

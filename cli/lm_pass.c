@@ -72,6 +72,7 @@ mok_status lm_rank_open(lm_rank *rank)
     cfg.num_experts = c->experts;
     cfg.topk = c->topk;
     cfg.max_tokens = (LM_CHUNKS + c->ranks - 1) / c->ranks * rank->model->chunk_tokens;
+    cfg.dtype = c->mxfp8 ? MOK_MXFP8 : MOK_BF16;
     cfg.save = MOK_SAVE_ALL;
     cfg.backend = MOK_BACKEND_CPU;
     LM_TRY(mok_workspace_create(rank->group, &cfg, &rank->workspace));

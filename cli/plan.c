@@ -66,12 +66,12 @@ static mok_status query(plan_view *v)
 
 /* -------------------------------------------------------------------------------------------------------- command -- */
 
-static bool settle(plan_view *v, const shape_options *shape, const char *save, const char *backend, bool sms_given, double rate, double link,
+static bool settle(plan_view *v, const shape_options *shape, const char *save, const char *backend, const char *dtype, bool sms_given, double rate, double link,
                    char *error, size_t size)
 {
     int64_t tokens = v->cfg.max_tokens, ring = v->cfg.ring_rows, forward = v->cfg.minibatch_rows, backward = v->cfg.minibatch_rows_bwd;
     if (!shape_resolve(shape, &v->cfg, v->name, &v->note, error, size) || !shape_save(save, &v->cfg.save, &v->cfg.save_rows, error, size) ||
-        !shape_backend(backend, &v->cfg.backend, error, size))
+        !shape_backend(backend, &v->cfg.backend, error, size) || !shape_dtype(dtype, &v->cfg.dtype, error, size))
         return false;
     v->cfg.max_tokens = tokens;
     v->cfg.ring_rows = ring;
@@ -95,7 +95,7 @@ int command_plan(int argc, char **argv)
     shape_options shape;
     int64_t ranks, rank, tokens, sms, tile_rows, tile_cols, ring, minibatch, minibatch_bwd;
     double rate, link;
-    const char *save, *backend;
+    const char *save, *backend, *dtype;
     bool json;
     char error[1024];
     arg_option options[] = {
@@ -114,6 +114,7 @@ int command_plan(int argc, char **argv)
         ARG_DOUBLE("rate", "TFLOPS", &rate, 0, 1e-9, 1e9, "speed of one GPU for the time floor; that of the GPU with so many SMs if not given"),
         ARG_DOUBLE("link", "GBPS", &link, 0, 1e-9, 1e9, "link speed in one direction, the same"),
         ARG_STRING("backend", "NAME", &backend, "auto", "auto or cuda: a GPU; cpu"),
+        SHAPE_DTYPE_OPTION(&dtype),
         ARG_FLAG("json", &json, "print JSON"),
     };
     const size_t num_options = sizeof options / sizeof *options;
@@ -124,7 +125,7 @@ int command_plan(int argc, char **argv)
     } else if (parsed == ARGS_OK) {
         v = (plan_view){.ranks = (int32_t)ranks, .rank = (int32_t)rank, .sms = (int32_t)sms, .tile_rows = (int32_t)tile_rows, .tile_cols = (int32_t)tile_cols,
                         .cfg = {.max_tokens = tokens, .ring_rows = ring, .minibatch_rows = minibatch, .minibatch_rows_bwd = minibatch_bwd}};
-        status = settle(&v, &shape, save, backend, args_given(options, num_options, "sms"), rate, link, error, sizeof error) ? 0 : 2;
+        status = settle(&v, &shape, save, backend, dtype, args_given(options, num_options, "sms"), rate, link, error, sizeof error) ? 0 : 2;
         if (status == 0 && query(&v) != MOK_OK) {
             snprintf(error, sizeof error, "%s", mok_last_error());
             status = 2;

@@ -110,7 +110,9 @@ char *shape_describe(const mok_config *c, char text[192])
         n += snprintf(text + n, (size_t)(192 - n), "shared %lld%s, ", (long long)c->shared_intermediate, c->shared_gate ? " (gated)" : "");
     n += snprintf(text + n, (size_t)(192 - n), "%lld experts, top-%lld", (long long)c->num_experts, (long long)c->topk);
     if (c->swiglu_limit > 0)
-        snprintf(text + n, (size_t)(192 - n), ", swiglu limit %g", (double)c->swiglu_limit);
+        n += snprintf(text + n, (size_t)(192 - n), ", swiglu limit %g", (double)c->swiglu_limit);
+    if (c->dtype == MOK_MXFP8)
+        snprintf(text + n, (size_t)(192 - n), ", mxfp8%s", c->mx_wgrad_bf16 ? " with bf16 weight gradients" : "");
     return text;
 }
 
@@ -125,6 +127,7 @@ void shape_json(json_writer *w, const char *key, const char *name, const mok_con
     json_int(w, "experts", c->num_experts);
     json_int(w, "topk", c->topk);
     json_double(w, "swiglu_limit", (double)c->swiglu_limit);
+    json_string(w, "dtype", shape_dtype_name(c->dtype));
     json_end_object(w);
 }
 
@@ -162,6 +165,17 @@ bool shape_backend_usable(mok_backend_id backend, char *error, size_t error_size
             return false;
         }
     return true;
+}
+
+const char *shape_dtype_name(mok_dtype dtype) { return dtype == MOK_MXFP8 ? "mxfp8" : "bf16"; }
+
+bool shape_dtype(const char *text, mok_dtype *dtype, char *error, size_t error_size)
+{
+    *dtype = strcmp(text, "mxfp8") == 0 ? MOK_MXFP8 : MOK_BF16;
+    if (strcmp(text, shape_dtype_name(*dtype)) == 0)
+        return true;
+    snprintf(error, error_size, "--dtype is \"%s\", but must be bf16 or mxfp8", text);
+    return false;
 }
 
 const char *shape_backend_name(mok_backend_id backend) { return backend_names[backend]; }

@@ -38,6 +38,11 @@ static bool resume(const arg_option *options, size_t num_options, train_settings
                      figures[i].is, figures[i].wanted);
             return false;
         }
+    if (args_given(options, num_options, "dtype") && a->mxfp8 != b->mxfp8) {
+        snprintf(error, LM_ERROR, "%s was trained with --dtype %s, not %s: leave the option out, or begin anew", s->resume, a->mxfp8 ? "mxfp8" : "bf16",
+                 b->mxfp8 ? "mxfp8" : "bf16");
+        return false;
+    }
     return true;
 }
 
@@ -85,6 +90,8 @@ int command_train(int argc, char **argv)
     train_outcome outcome = {.first_step = 0};
     lm_config *c = &s.cfg;
     arg_string_list paths;
+    const char *dtype_name;
+    mok_dtype dtype;
     int64_t ranks, seed;
     bool quick;
     char error[LM_ERROR];
@@ -103,6 +110,7 @@ int command_train(int argc, char **argv)
         ARG_DOUBLE("lr", "RATE", &s.rate, 5e-3, 0, 1, "learning rate, reached after 20 steps; falls with the square root from step 200 on"),
         ARG_DOUBLE("balance", "FACTOR", &c->balance, 0.01, 0, 100, "factor of the load-balancing loss"),
         ARG_INT("seed", "N", &seed, 1, 0, INT64_MAX, "of first parameters and batches"),
+        SHAPE_DTYPE_OPTION(&dtype_name),
         ARG_FLAG("drop-routes", &c->drop_routes, "drop every route, so that no expert sees anything: shows that they are what learns"),
         ARG_INT("every", "N", &s.every, 50, 1, 1 << 30, "steps between held-out losses, and between checkpoints"),
         ARG_STRING("checkpoint", "FILE", &s.checkpoint, NULL, "where to keep the run; replaced whole, never half written"),
@@ -116,7 +124,10 @@ int command_train(int argc, char **argv)
     int status = 0;
     if (parsed == ARGS_HELP)
         args_help(stdout, "mok train", summary, options, num_options);
+    if (parsed == ARGS_OK && !shape_dtype(dtype_name, &dtype, error, sizeof error))
+        parsed = ARGS_ERROR;
     if (parsed == ARGS_OK) {
+        c->mxfp8 = dtype == MOK_MXFP8;
         c->ranks = (int32_t)ranks;
         c->seed = (uint64_t)seed;
         if (quick)

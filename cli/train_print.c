@@ -144,6 +144,7 @@ static void json_figures(json_writer *w, const train_settings *s, const lm_text 
     json_int(w, "seed", (int64_t)c->seed);
     json_double(w, "learning_rate", s->rate);
     json_bool(w, "drop_routes", c->drop_routes);
+    json_string(w, "dtype", c->mxfp8 ? "mxfp8" : "bf16");
     json_end_object(w);
     json_begin_object(w, "text");
     json_int(w, "files", text->files);

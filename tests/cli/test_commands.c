@@ -301,6 +301,54 @@ TEST(check_covers_the_shared_gate_and_the_swiglu_limit)
     json_free(v);
 }
 
+TEST(N10_check_compares_mxfp8_with_the_unquantised_layer)
+{
+    json_value *v = run_json(command_check, SMALL "--dtype mxfp8 --json", 0, NULL);
+    REQUIRE(v);
+    CHECK_EQ(number_at(v, "passed"), 1);
+    CHECK_EQ(number_at(v, "equals_plan"), 1);
+    CHECK_EQ(number_at(v, "identical_bits.dgate"), 1);
+    CHECK_STR(text_at(json_get(v, "shape"), "dtype"), "mxfp8");
+    bool prequantised = false;
+    for (const json_value *r = json_get(v, "routings")->first; r; r = r->next) {
+        for (const json_value *e = json_get(r, "errors")->first; e; e = e->next) {
+            bool routed = !strstr(text_at(e, "output"), "shared");
+            CHECK(number_at(e, "error") > (routed ? 0.01 : 0) && number_at(e, "error") <= 0.1); /* e4m3 has three bits: it shows */
+            CHECK(number_at(e, "largest_error") > 0 && number_at(e, "largest_error") <= 1.0);
+        }
+        for (const json_value *run_ = json_get(r, "runs")->first; run_; run_ = run_->next)
+            prequantised |= !strcmp(text_at(run_, "variant"), "weights quantised before");
+    }
+    CHECK(prequantised);
+    json_free(v);
+    v = run_json(command_check, SMALL "--dtype mxfp8 --wgrad-bf16 --json", 1, "all:dx");
+    REQUIRE(v);
+    CHECK_EQ(number_at(v, "identical_bits.dx"), 1);
+    CHECK_STR(json_get(v, "failures")->first->string, "dx is off by");
+    json_free(v);
+    v = run_json(command_check, SMALL "--dtype mxfp8 --json", 1, "counts");
+    REQUIRE(v);
+    CHECK_EQ(number_at(v, "equals_plan"), 0);
+    json_free(v);
+    check_refused(command_check, "check", SMALL "--dtype fp8", "--dtype is \"fp8\", but must be bf16 or mxfp8");
+    check_refused(command_check, "check", SMALL "--wgrad-bf16", "mx_wgrad_bf16 is set, but dtype is not MOK_MXFP8");
+}
+
+TEST(plan_of_mxfp8_has_half_the_saved_memory)
+{
+    json_value *bf16 = run_json(command_plan, "--model kimi-k2.7-code --shared 0 --ranks 64 --json", 0, NULL);
+    json_value *mx = run_json(command_plan, "--model kimi-k2.7-code --shared 0 --ranks 64 --dtype mxfp8 --json", 0, NULL);
+    REQUIRE(bf16 && mx);
+    CHECK_LE(number_at(mx, "memory.context_bytes"), 0.52 * number_at(bf16, "memory.context_bytes"));
+    CHECK_LE(number_at(mx, "memory.heap_bytes"), number_at(bf16, "memory.heap_bytes") - 1);
+    CHECK_LE(number_at(mx, "forward.link_bytes_in"), 0.77 * number_at(bf16, "forward.link_bytes_in"));
+    json_free(bf16);
+    json_free(mx);
+    CHECK_EQ(run(command_plan, "--model kimi-k2.7-code --ranks 64 --dtype mxfp8"), 0);
+    CHECK_STR(out, "mxfp8");
+    check_refused(command_plan, "plan", "--model mixtral-8x7b --dtype int8", "--dtype is \"int8\"");
+}
+
 TEST(check_fails_if_any_output_has_one_wrong_bit)
 {
     enum { OUTPUTS = 10 };
@@ -436,8 +484,23 @@ TEST(bench_takes_a_model_with_changes)
     CHECK_STR(out, "forward");
 }
 
+TEST(bench_measures_mxfp8_with_and_without_a_weight_cache)
+{
+    static const char *const lines[] = {TINY "--only layer --dtype mxfp8 --json", TINY "--only layer --dtype mxfp8 --requantise --json"};
+    for (int i = 0; i < 2; i++) {
+        json_value *v = run_json(command_bench, lines[i], 0, NULL);
+        REQUIRE(v);
+        CHECK_STR(text_at(json_get(v, "shape"), "dtype"), "mxfp8");
+        CHECK_EQ(number_at(v, "requantise"), i);
+        check_times(json_get(v, "layer"), "forward");
+        check_times(json_get(v, "layer"), "backward");
+        json_free(v);
+    }
+}
+
 TEST(bench_refuses_in_one_sentence)
 {
+    check_refused(command_bench, "bench", "--dtype fp4", "--dtype is \"fp4\"");
     check_refused(command_bench, "bench", "--topk 9", "topk 9 is larger than num_experts 8");
     check_refused(command_bench, "bench", "--tokens 0", "--tokens");
     check_refused(command_bench, "bench", "--model kimi-k2.7-cod", "did you mean kimi-k2.7-code?");

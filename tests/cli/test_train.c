@@ -446,6 +446,31 @@ TEST(losses_fall_and_fall_further_with_experts)
     lm_text_free(&text);
 }
 
+TEST(mxfp8_learns_as_bf16_does_with_the_same_bits_for_any_ranks_and_resumes)
+{
+    lm_text text = make_text(20000);
+    train_settings s = tiny_run(2, 40);
+    s.every = 20;
+    train_outcome bf16 = train_to(s, &text, "bf16");
+    s.cfg.mxfp8 = true;
+    train_outcome mx = train_to(s, &text, "mx");
+    CHECK_LE(fabs(mx.held_out - bf16.held_out), 0.01 * bf16.held_out);
+    CHECK(mx.held_out != bf16.held_out);
+    s.cfg.ranks = 1;
+    s.steps = 20;
+    train_outcome half = train_to(s, &text, "half");
+    static char path[256];
+    snprintf(path, sizeof path, "%s", in_folder("half"));
+    s = (train_settings){.cfg = {.ranks = 3}, .steps = 40, .every = 20, .resume = path};
+    train_outcome rest = train_to(s, &text, "rest");
+    check_same_files("mx", "rest");
+    train_outcome_free(&bf16);
+    train_outcome_free(&mx);
+    train_outcome_free(&half);
+    train_outcome_free(&rest);
+    lm_text_free(&text);
+}
+
 TEST(the_balancing_loss_evens_out_the_experts)
 {
     lm_text text = make_text(20000);
@@ -643,6 +668,8 @@ TEST(the_command_trains_and_its_json_and_csv_can_be_read)
     CHECK_STR(out, "0x1.");
     CHECK_STR(out, "held out");
     CHECK_STR(out, "bytes per second");
+    REQUIRE(run_train("--quick --steps 1 --text @words --dtype mxfp8 --json") == 0);
+    CHECK_STR(out, "\"dtype\": \"mxfp8\"");
     REQUIRE(run_train("--quick --steps 2 --ranks 3 --text @words --drop-routes") == 0);
     CHECK_STR(out, "Every route was dropped");
 }
@@ -664,6 +691,7 @@ TEST(wrong_use_of_the_command_is_refused)
     check_refused("--text @words --quick --steps 1 --checkpoint @not/there", 1, "cannot write the checkpoint");
     check_refused("--text @words --quick --steps 1 --csv @not/there", 1, "not/there");
     check_refused("--ranks 0", 2, "--ranks");
+    check_refused("--dtype fp8", 2, "--dtype is \"fp8\"");
     check_refused("--ranks -1", 2, "--ranks");
     check_refused("--steps x", 2, "--steps");
     check_refused("--lr -1", 2, "--lr");
