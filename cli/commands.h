@@ -8,6 +8,9 @@
     X(plan, "what a layer will cost, before anything is allocated")                                                 \
     X(check, "numerics against float64, and the same bits for any ranks, ring, minibatch and save policy")          \
     X(bench, "times of a layer's passes, and the GEMM beside OpenBLAS")                                             \
+    X(simulate, "a layer on machines that are not here, from the real schedule and a machine profile")              \
+    X(tune, "communication SMs, minibatch and ring for a machine, by simulating them")                              \
+    X(calibrate, "fits a machine profile to measured passes")                                                       \
     X(train, "a small language model over several ranks, with the same bits for any number of them")
 
 #define COMMAND_DECLARE(name, summary) int command_##name(int argc, char **argv);

@@ -8,7 +8,7 @@
 static void usage(FILE *to)
 {
     fprintf(to, "mok %s - mixture-of-experts layers in training\n\nusage: mok COMMAND [--OPTION VALUE ...]\n\n", mok_version());
-#define SHOW(name, summary) fprintf(to, "  %-8s %s\n", #name, summary);
+#define SHOW(name, summary) fprintf(to, "  %-9s %s\n", #name, summary);
     COMMAND_LIST(SHOW)
 #undef SHOW
     fprintf(to, "\n'mok COMMAND --help' lists the options of a command.\n");
