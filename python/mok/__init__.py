@@ -11,6 +11,7 @@ from ._group import Group
 from ._layer import moe
 from ._library import CallerError, Error, MismatchError, RunError, UnsupportedError, backends, expert_range, version
 from ._module import MoE, Routing
+from ._mx import Quantised, weights_changed
 from ._workspace import LayerGrads, LayerWeights, Shape, Workspace
 
 __version__ = "0.1.0"

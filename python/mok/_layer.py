@@ -34,6 +34,7 @@ def moe(
     schedule: torch.Tensor | None = None,
     num_experts: int | None = None,
     max_tokens: int | None = None,
+    dtype: str = "bf16",
     swiglu_limit: float | None = None,
     gate_up: str = "separate",
     save: str | int = "auto",
@@ -50,7 +51,8 @@ def moe(
     scales its output by sigmoid(<x, gate>). Gradients flow to x, router_weights and all weights.
 
     group         process group, mok.Group, or None: all experts are in this process
-    engine        instead of group, num_experts, max_tokens, swiglu_limit, gate_up, save and timeout
+    engine        instead of group, num_experts, max_tokens, dtype, swiglu_limit, gate_up, save and timeout
+    dtype         "bf16", or "mxfp8": the routed experts compute on e4m3 in blocks of 32; weights are bf16 and are quantised once per version
     schedule      from engine.schedule(expert_ids), to route once for several calls
     max_tokens    the largest T of any rank in any call; needed by torch.compile and CUDA graphs
     recompute     keep nothing for the backward but x and the routing: it computes gate and up again, and routes nothing again
@@ -63,7 +65,7 @@ def moe(
         )
     packed = isinstance(gate, torch.Tensor)
     if engine is None:
-        engine = _engine_for(x, expert_ids, router_weights, gate, shared_gate, shared_output_gate, group, num_experts, max_tokens, swiglu_limit, gate_up, save, timeout)
+        engine = _engine_for(x, expert_ids, router_weights, gate, shared_gate, shared_output_gate, group, num_experts, max_tokens, dtype, swiglu_limit, gate_up, save, timeout)
     weights = {"gate": _listed(gate), "up": _listed(up), "down": _listed(down)}
     shared = {"shared_gate": shared_gate, "shared_up": shared_up, "shared_down": shared_down, "shared_output_gate": shared_output_gate}
     try:
@@ -102,7 +104,8 @@ def _cast(dtype, *values):
     return [cast(v) for v in values]
 
 
-def _engine_for(x, expert_ids, router_weights, gate, shared_gate, shared_output_gate, group, num_experts, max_tokens, swiglu_limit, gate_up, save, timeout) -> Engine:
+def _engine_for(x, expert_ids, router_weights, gate, shared_gate, shared_output_gate, group, num_experts, max_tokens, dtype, swiglu_limit, gate_up, save,
+                timeout) -> Engine:
     found = find_group(group, x.device, timeout)
     local = gate.shape[0] if isinstance(gate, torch.Tensor) else len(gate)
     rows = gate.shape[-2] if isinstance(gate, torch.Tensor) else gate[0].shape[0] if local else None
@@ -114,7 +117,7 @@ def _engine_for(x, expert_ids, router_weights, gate, shared_gate, shared_output_
         num_experts = local * found.size
     return find_engine(
         Shape(hidden=x.shape[-1], intermediate=rows // halves, num_experts=num_experts, topk=expert_ids.shape[-1], max_tokens=max_tokens or 0, shared_intermediate=shared,
-              shared_gate=shared_output_gate is not None, swiglu_limit=float(swiglu_limit or 0.0), router_dtype=router_weights.dtype, gate_up=gate_up, save=save),
+              shared_gate=shared_output_gate is not None, swiglu_limit=float(swiglu_limit or 0.0), router_dtype=router_weights.dtype, dtype=dtype, gate_up=gate_up, save=save),
         found,
     )
 

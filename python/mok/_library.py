@@ -127,6 +127,10 @@ class Provider(_Versioned):
     _fields_ = _HEAD + [("user", c_void_p), ("all_gather", ALL_GATHER), ("heap_alloc", HEAP_ALLOC), ("heap_free", HEAP_FREE)]
 
 
+class Bootstrap(_Versioned):
+    _fields_ = _HEAD + [("user", c_void_p), ("all_gather", ALL_GATHER), ("timeout_ms", c_int64), ("set_device", c_bool), ("device", c_int32)]
+
+
 class Weight(ctypes.Structure):
     _fields_ = _fields(c_void_p, "packed experts scales transposed transposed_scales")
 
@@ -189,6 +193,12 @@ class ScheduleInfo(_Versioned):
     )
 
 
+class MxQuantiseArgs(_Versioned):
+    _fields_ = (
+        _HEAD + [("backend", _ENUM)] + _fields(c_int64, "count rows cols") + _fields(c_void_p, "source data scales transposed transposed_scales not_finite")
+    )
+
+
 class BackendInfo(_Versioned):
     _fields_ = _HEAD + [("id", _ENUM), ("name", c_char * 32), ("usable", c_bool), ("detail", c_char * 480), ("num_devices", c_int32)]
 
@@ -214,6 +224,7 @@ _FUNCTIONS = {
     "mok_plan_query": (_ENUM, [POINTER(Config), c_int32, c_int32, c_int32, c_int32, c_int32, POINTER(Plan), POINTER(BufferInfo), POINTER(c_int32)]),
     "mok_group_create_local": (_ENUM, [c_int32, POINTER(c_int32), POINTER(c_void_p)]),
     "mok_group_create": (_ENUM, [POINTER(Provider), c_int32, c_int32, POINTER(c_void_p)]),
+    "mok_group_create_processes": (_ENUM, [POINTER(Bootstrap), c_int32, c_int32, POINTER(c_void_p)]),
     "mok_group_destroy": (None, [c_void_p]),
     "mok_group_rank": (c_int32, [c_void_p]),
     "mok_group_size": (c_int32, [c_void_p]),
@@ -232,6 +243,8 @@ _FUNCTIONS = {
     "mok_poll": (_ENUM, [c_void_p]),
     "mok_get_stats": (_ENUM, [c_void_p, POINTER(Stats)]),
     "mok_schedule_query": (_ENUM, [c_void_p, c_void_p, POINTER(ScheduleInfo)]),
+    "mok_mx_quantise": (_ENUM, [POINTER(MxQuantiseArgs), c_void_p]),
+    "mok_mx_scale_bytes": (c_int64, [c_int64, c_int64]),
     "mok_backend_query": (_ENUM, [c_int32, POINTER(BackendInfo)]),
 }
 

@@ -15,11 +15,12 @@ import torch
 
 from . import _library as lib
 from ._group import Group
+from ._mx import Quantised
 
 ALIGNMENT = 256  # of schedule and context memory
 ROW_ALIGNMENT = 16  # of everything a GPU moves in bulk
 
-Weight = "torch.Tensor | Sequence[torch.Tensor] | None"
+Weight = "torch.Tensor | Sequence[torch.Tensor] | Quantised | None"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +38,8 @@ class Shape:
     router_dtype: torch.dtype = torch.float32
     gate_up: str = "separate"
     weight_layout: str = "nk"
-    dtype: str = "bf16"
+    dtype: str = "bf16"  # or "mxfp8": of the routed experts
+    mx_wgrad_bf16: bool = False  # mxfp8: weight gradients from bf16 operands
     save: str | int = "auto"
     ring_rows: int = 0
     minibatch_rows: int = 0
@@ -53,6 +55,7 @@ class Shape:
                      "comm_sms", "comm_sms_bwd", "reserve_sms", "cpu_threads"):
             setattr(c, name, whole_number(name, getattr(self, name)))
         c.shared_gate = bool(self.shared_gate)
+        c.mx_wgrad_bf16 = bool(self.mx_wgrad_bf16)
         c.swiglu_limit = self.swiglu_limit or 0.0
         c.router_dtype = choice("router_dtype", self.router_dtype, {torch.float32: lib.FP32, torch.bfloat16: lib.BF16})
         c.dtype = choice("dtype", self.dtype, {"bf16": lib.BF16, torch.bfloat16: lib.BF16, "mxfp8": lib.MXFP8})
@@ -112,7 +115,7 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclasses.dataclass
 class LayerWeights:
-    """The weights of this rank. A routed weight is one tensor [El, rows, cols] or a sequence of El tensors [rows, cols]; shapes are in mok.h."""
+    """The weights of this rank. A routed weight is one tensor [El, rows, cols] or a sequence of El tensors [rows, cols], or Quantised; shapes are in mok.h."""
 
     gate: Weight = None
     up: Weight = None
@@ -266,7 +269,9 @@ class Workspace:
     def _point(self, to, weight) -> torch.Tensor | None:
         """Fills a mok_weight or mok_grad; returns the table of pointers that it now points to, if it does."""
         address = _address(weight)
-        if not isinstance(address, tuple):
+        if isinstance(weight, Quantised):
+            to.packed, to.scales, to.transposed, to.transposed_scales = address[1:]
+        elif not isinstance(address, tuple):
             to.packed = address
         elif address:
             table = self._table(address)
@@ -308,6 +313,8 @@ def _address(weight):
         return None
     if isinstance(weight, torch.Tensor):
         return weight.data_ptr()
+    if isinstance(weight, Quantised):
+        return ("quantised", *(None if t is None else t.data_ptr() for t in weight.tensors()))
     return tuple(0 if w is None else w.data_ptr() for w in weight)
 
 

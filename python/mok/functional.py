@@ -16,6 +16,7 @@ import torch
 from . import _library as lib
 from ._engine import Engine, find_engine
 from ._group import find_group
+from ._mx import Quantised, from_tuple, split_rows
 from ._row_table import RowTable, read_table
 from ._workspace import LayerGrads, LayerWeights, Shape
 
@@ -100,12 +101,13 @@ class MoKWorkspace:
             self._experts[num_local_experts] = total
         return self._experts[num_local_experts]
 
-    def engine(self, config: MoKConfig, num_experts: int, width: int, shared: int, gate: bool, combined: bool, limit: float, router_dtype) -> Engine:
+    def engine(self, config: MoKConfig, num_experts: int, width: int, shared: int, gate: bool, combined: bool, limit: float, router_dtype,
+               dtype: str = "bf16") -> Engine:
         ring = -(-min(config.macrobatch_size, self.max_tokens * self.group.size * self.topk + num_experts * 127) // 128) * 128
         minibatch = min(config.minibatch_size, max(ring // 2 // 128, 1) * 128)
         shape = Shape(hidden=self.hidden_size, intermediate=width, num_experts=num_experts, topk=self.topk, max_tokens=self.max_tokens, shared_intermediate=shared,
                       shared_gate=gate, swiglu_limit=limit, router_dtype=router_dtype, gate_up="combined" if combined else "separate", ring_rows=max(ring, 2 * minibatch),
-                      minibatch_rows=minibatch, minibatch_rows_bwd=minibatch, comm_sms=config.fwd_num_comm_sms, comm_sms_bwd=config.bwd_num_comm_sms)
+                      minibatch_rows=minibatch, minibatch_rows_bwd=minibatch, comm_sms=config.fwd_num_comm_sms, comm_sms_bwd=config.bwd_num_comm_sms, dtype=dtype)
         return find_engine(shape, self.group)
 
 
@@ -228,16 +230,20 @@ def build_schedule(workspace: MoKWorkspace, config: MoKConfig, top_experts: torc
 # --- passes -------------------------------------------------------------------------------------------------------------
 @dataclasses.dataclass
 class MoKForwardContext:
-    """What a forward leaves for its backward: opaque memory. It is only read, so that it serves any number of backwards."""
+    """What a forward leaves for its backward: opaque memory. It is only read, so that it serves any number of backwards. In MXFP8 gate_routed and
+    up_routed are pairs of e4m3 data and scales."""
 
     data: torch.Tensor
     engine: Engine
 
-    def _saved(self, name: str, columns: int) -> torch.Tensor:
+    def _saved(self, name: str, columns: int):
         config = dataclasses.replace(self.engine.shape).config(self.engine.device.type, self.engine.group.timeout)
         for info in lib.buffers(config, self.engine.group.size, self.engine.group.rank):
             if info.name.decode() == name:
-                return self.data[info.offset : info.offset + info.bytes].view(torch.bfloat16).view(-1, columns)
+                memory = self.data[info.offset : info.offset + info.bytes]
+                if name in ("saved_gate", "saved_up") and self.engine.shape.dtype == "mxfp8":
+                    return split_rows(memory.view(-1, columns + -(-columns // 32 // 16) * 16), columns)
+                return memory.view(torch.bfloat16).view(-1, columns)
         raise AttributeError(name)
 
     gate_routed = property(lambda self: self._saved("saved_gate", self.engine.shape.intermediate))
@@ -280,7 +286,7 @@ def validate_inputs(workspace: MoKWorkspace, schedule: MoKSchedule, x: torch.Ten
 def _check_weight(name: str, weight, size: Sequence[int], count: int | None, device: torch.device) -> None:
     """count: experts, or None for a shared weight."""
     if isinstance(weight, tuple):
-        raise NotImplementedError(f"{name} is a tuple, which means MXFP8: this library computes in bf16, for now")
+        raise ValueError(f"{name} is a tuple, which means MXFP8: only routed weights may be")
     each = weight if isinstance(weight, list) else [weight]
     if isinstance(weight, list) and len(weight) != count:
         raise ValueError(f"{name} has {len(weight)} experts: this rank has {count}")
@@ -296,14 +302,14 @@ def _first(weight) -> torch.Tensor | None:
     return (weight[0] if weight else None) if isinstance(weight, (list, tuple)) else weight
 
 
-def _open(config, workspace, schedule, shared, routed, gate, limit, router_dtype=torch.float32, down: bool = True) -> tuple[Engine, LayerWeights]:
-    """Checks the weights; -> the engine that these shapes mean, and the weights for it."""
+def _open(config, workspace, schedule, shared, routed, gate, limit, router_dtype=torch.float32, down: bool = True,
+          backward: bool = False) -> tuple[Engine, LayerWeights]:
+    """Checks the weights; -> the engine that these shapes mean, and the weights for it. Tuples of the routed weights mean MXFP8."""
     _check_config(config, workspace.device)
     limit = _swiglu_limit(limit)
-    if any(isinstance(w, tuple) for w in (*shared, *routed)):
-        if len({isinstance(w, tuple) for w in routed if w is not None}) > 1:
-            raise TypeError("the routed weights have different precisions")
-        raise NotImplementedError("a weight is a tuple, which means MXFP8: this library computes in bf16, for now")
+    mx = isinstance(routed[0], tuple)
+    if len({isinstance(w, tuple) for w in routed if w is not None}) > 1:
+        raise TypeError("the routed weights have different precisions")
     first = _first(routed[0])
     if not isinstance(first, torch.Tensor):
         raise TypeError(f"w_routed_gate is a {type(routed[0]).__name__}: it must be a tensor, or a list of tensors, one per expert")
@@ -315,9 +321,15 @@ def _open(config, workspace, schedule, shared, routed, gate, limit, router_dtype
     has_shared = shared[0] is not None
     wide = shared[0].shape[0] // halves if has_shared and isinstance(shared[0], torch.Tensor) and shared[0].dim() == 2 else 0
     sizes = ((halves * width, hidden), None if combined else (width, hidden), (hidden, width) if down else None)
+    given = []
     for name, weight, size in zip(_ROUTED_NAMES, routed, sizes):
-        if size is not None:
+        if size is not None and mx:
+            given.append(from_tuple(name, weight, (experts, *size), device, backward))
+        elif size is not None:
             _check_weight(name, weight, size, experts, device)
+            given.append(weight)
+        else:
+            given.append(None)
     sizes = ((halves * wide, hidden), None if combined else (wide, hidden), (hidden, wide) if down else None)
     for name, weight, size in zip(_SHARED_NAMES, shared, sizes):
         if has_shared and size is not None:
@@ -326,14 +338,14 @@ def _open(config, workspace, schedule, shared, routed, gate, limit, router_dtype
             raise ValueError(f"{name} is given without w_shared_gate")
     if gate is not None:
         _check_weight("w_shared_output_gate", gate, (hidden,), None, device)
-    engine = workspace.engine(config, schedule.num_experts, width, wide, gate is not None, combined, limit, router_dtype)
-    return engine, LayerWeights(*routed, *shared, gate)
+    engine = workspace.engine(config, schedule.num_experts, width, wide, gate is not None, combined, limit, router_dtype, "mxfp8" if mx else "bf16")
+    return engine, LayerWeights(*given, *shared, gate)
 
 
 def forward(config: MoKConfig, workspace: MoKWorkspace, schedule: MoKSchedule, x: torch.Tensor, router_weights: torch.Tensor, w_shared_gate, w_shared_up, w_shared_down,
             w_routed_gate, w_routed_up, w_routed_down, swiglu_limit: float | None = None, *, w_shared_output_gate=None) -> tuple[torch.Tensor, MoKForwardContext]:
-    """Weights as in the published interface; also: shared weights None; routed weights as lists, one tensor per expert; gate and up as one matrix with
-    w_routed_up None (and w_shared_up)."""
+    """Weights as in the published interface: routed weights that are tuples (data, scale) mean MXFP8. Also: shared weights None; routed weights as lists,
+    one tensor per expert; gate and up as one matrix with w_routed_up None (and w_shared_up)."""
     validate_inputs(workspace, schedule, x, router_weights)
     engine, weights = _open(config, workspace, schedule, (w_shared_gate, w_shared_up, w_shared_down), (w_routed_gate, w_routed_up, w_routed_down), w_shared_output_gate,
                             swiglu_limit, router_weights.dtype)
@@ -356,12 +368,14 @@ def backward(config: MoKConfig, workspace: MoKWorkspace, schedule: MoKSchedule, 
     """-> d_x, d_router_weights, d_routed_gate, _up, _down, d_shared_gate, _up, _down (and d_shared_output_gate, if there is one).
 
     main_grads: (shared gate, routed gate, shared up, routed up, shared down, routed down), fp32 or bf16, that the gradients are added to; those are
-    returned as None, and experts without rows are left alone."""
+    returned as None, and experts without rows are left alone.
+
+    MXFP8: gate and up are (data, scale, transposed data, transposed scale), down is (transposed data, transposed scale)."""
     validate_inputs(workspace, schedule, x, router_weights, grad_output)
     if not isinstance(context, MoKForwardContext):
         raise TypeError(f"context is a {type(context).__name__}: it must be a MoKForwardContext")
     shared, routed = (w_shared_gate, w_shared_up, w_shared_down), (w_routed_gate, w_routed_up, w_routed_down)
-    engine, weights = _open(config, workspace, schedule, shared, routed, w_shared_output_gate, swiglu_limit, router_weights.dtype)
+    engine, weights = _open(config, workspace, schedule, shared, routed, w_shared_output_gate, swiglu_limit, router_weights.dtype, backward=True)
     if engine is not context.engine:
         raise ValueError("context was made with another configuration or other shapes: " + _difference(engine.shape, context.engine.shape))
     results, grads = _make_results(weights, main_grads)
@@ -390,17 +404,26 @@ def _make_results(weights: LayerWeights, main_grads) -> tuple[dict, LayerGrads]:
         if weight is None:
             continue
         if sink is not None:
-            if [tuple(t.shape) for t in _each(sink)] != [tuple(t.shape) for t in _each(weight)]:
+            if [tuple(t.shape) for t in _each(sink)] != _shapes(weight):
                 raise ValueError(f"the main_grad of {field.name} has another shape than the weight")
             if any(t.dtype not in (torch.float32, torch.bfloat16) or not t.is_contiguous() for t in _each(sink)):
                 raise ValueError(f"the main_grad of {field.name} must be contiguous float32 or bfloat16")
             setattr(grads, field.name, sink)
             grads.accumulate = grads.accumulate | {field.name}
         else:
-            results[field.name] = [torch.empty_like(t) for t in weight] if isinstance(weight, list) else torch.empty_like(weight)
+            results[field.name] = ([torch.empty_like(t) for t in weight] if isinstance(weight, list) else torch.empty_like(weight)
+                                   if isinstance(weight, torch.Tensor) else torch.empty(_shapes(weight)[0], dtype=torch.bfloat16, device=weight.transposed.device))
             setattr(grads, field.name, results[field.name])
     return results, grads
 
 
 def _each(weight):
     return weight if isinstance(weight, (list, tuple)) else [weight]
+
+
+def _shapes(weight) -> list[tuple]:
+    """Of each tensor of the bf16 weight. The backward has the transposed form of every quantised one."""
+    if isinstance(weight, Quantised):
+        experts, cols, rows = weight.transposed.shape
+        return [(experts, rows, cols)]
+    return [tuple(t.shape) for t in _each(weight)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 
+from . import _mx
 from ._row_table import RowTable, row_table
 
 __all__ = ["all_gather_top_experts", "barrier_all", "bwd_epilogue", "dispatch_mlp_swiglu_combine_bwd_bf16", "dispatch_mlp_swiglu_combine_bwd_mxfp8",
@@ -12,7 +13,6 @@ __all__ = ["all_gather_top_experts", "barrier_all", "bwd_epilogue", "dispatch_ml
            "recompute_forward_context_mxfp8", "schedule"]
 
 BLOCK = 32
-TILE = 128
 E4M3_MAX = 448.0
 MIN_EXPONENT, MAX_EXPONENT = -39, 119
 
@@ -112,28 +112,30 @@ def _quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return scaled.view(x.shape).to(torch.float8_e4m3fn), (exponent + 127).to(torch.uint8)
 
 
-def _tile_scales(scales: torch.Tensor) -> torch.Tensor:
-    """[M, N / 32] -> [M / 128, N / 128, 32, 16]: byte (row mod 32) * 16 + (row div 32) * 4 + block of a tile."""
-    rows, blocks = scales.shape
-    return scales.view(rows // TILE, 4, 32, blocks // 4, 4).permute(0, 3, 2, 1, 4).reshape(rows // TILE, blocks // 4, 32, 16).contiguous()
-
-
 def mxfp8_quantize(x: torch.Tensor, return_normal: bool = True, return_transposed: bool = False):
-    """x bf16 [M, N] or [E, M, N] -> data and scales along N, data and scales of the transpose along M; None for what is not asked for."""
+    """x bf16 [M, N] or [E, M, N], M and N multiples of 32 -> data and scales along N, data and scales of the transpose along M; None for what is not asked
+    for. Scales are [E * ceil(M / 128), ceil(N / 128), 32, 16]. By the library on the CPU, in PyTorch elsewhere: the same bits."""
     for name, flag in (("return_normal", return_normal), ("return_transposed", return_transposed)):
         if not isinstance(flag, bool):
             raise TypeError(f"{name} is {flag!r}: it must be True or False")
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"x is a {type(x).__name__}: it must be a tensor")
-    if x.dtype != torch.bfloat16 or x.dim() not in (2, 3) or x.shape[-1] % TILE or x.shape[-2] % TILE:
-        raise ValueError(f"x is {x.dtype} {list(x.shape)}: it must be bfloat16 [M, N] or [E, M, N], M and N multiples of {TILE}")
+    if x.dtype != torch.bfloat16 or x.dim() not in (2, 3) or x.shape[-1] % BLOCK or x.shape[-2] % BLOCK:
+        raise ValueError(f"x is {x.dtype} {list(x.shape)}: it must be bfloat16 [M, N] or [E, M, N], M and N multiples of {BLOCK}")
+    if x.device.type == "cpu":
+        return _mx.quantise(x, return_normal, return_transposed).tensors()
+    return _quantize_in_torch(x, return_normal, return_transposed)
+
+
+def _quantize_in_torch(x: torch.Tensor, return_normal: bool, return_transposed: bool):
     result = []
     for wanted, source in ((return_normal, x), (return_transposed, x.transpose(-1, -2))):
         if not wanted:
             result += [None, None]
             continue
         data, scales = _quantize_rows(source.reshape(-1, source.shape[-1]))
-        result += [data.view(source.shape), _tile_scales(scales)]
+        scales = torch.cat([_mx.tile_scales(each) for each in scales.view(-1, source.shape[-2], scales.shape[-1])])
+        result += [data.view(source.shape), scales]
     return tuple(result)
 
 

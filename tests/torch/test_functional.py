@@ -164,7 +164,7 @@ def test_input_checks(device):
     _, context = call()
     for arguments, kind in (({"x": p.x.float()}, ValueError), ({"x": [1]}, TypeError), ({"x": p.x[:20]}, ValueError), ({"x": p.x.t().contiguous().t()}, ValueError),
                             ({"router_weights": p.router_weights.double()}, ValueError), ({"gate": p.gate.float()}, ValueError), ({"down": p.gate}, ValueError),
-                            ({"gate": (p.gate, p.gate), "up": (p.up, p.up), "down": (p.down, p.down)}, NotImplementedError), ({"gate": (p.gate, p.gate)}, TypeError),
+                            ({"gate": (p.gate, p.gate), "up": (p.up, p.up), "down": (p.down, p.down)}, ValueError), ({"gate": (p.gate, p.gate)}, TypeError),
                             ({"gate": None}, TypeError), ({"shared_up": p.shared_down}, ValueError)):
         with pytest.raises(kind):
             call(**arguments)
@@ -275,7 +275,7 @@ def test_ops_mxfp8_quantize():
     assert (wide[5, 0, 7].isnan() and wide[6, 1, 8].isnan()) and (wide.isnan() == ~finite).all()
     assert ((wide - blocks)[finite].abs() <= (blocks.abs() * 2.0**-4 + 2.0 ** (exponent[:, :, None] - 10))[finite]).all()
     assert torch.equal(t_data.view(torch.uint8), mok.ops.mxfp8_quantize(x.t().contiguous())[0].view(torch.uint8)) and mok.ops.mxfp8_quantize(x)[2] is None
-    with pytest.raises(ValueError, match="multiples of 128"):
+    with pytest.raises(ValueError, match="multiples of 32"):
         mok.ops.mxfp8_quantize(x[:100])
     with pytest.raises(TypeError, match="return_normal"):
         mok.ops.mxfp8_quantize(x, 1)

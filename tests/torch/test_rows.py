@@ -111,7 +111,7 @@ def test_A8_shapes_nobody_tuned_for(shape, device):
 
 
 @pytest.mark.parametrize("options, kind, says", [
-    (dict(dtype="mxfp8"), NotImplementedError, "MXFP8.*use MOK_BF16"), (dict(hidden=100), ValueError, "hidden is 100: it must be a multiple of 64"),
+    (dict(dtype="mxfp4"), ValueError, "dtype is 'mxfp4'"), (dict(dtype="mxfp8", mx_wgrad_bf16=True, hidden=32), ValueError, "hidden is 32"), (dict(hidden=100), ValueError, "hidden is 100: it must be a multiple of 64"),
     (dict(topk=65, num_experts=100), ValueError, "topk is 65"), (dict(topk=9), ValueError, "topk 9 is larger than num_experts 8"),
     (dict(swiglu_limit=-1.0), ValueError, "swiglu_limit is -1"), (dict(shared_output_gate=True), ValueError, "there is no shared expert"),
     (dict(gate_up="both"), ValueError, "gate_up is 'both'"), (dict(router="hash"), ValueError, "router is 'hash'"), (dict(hidden=64.0), TypeError, "hidden is 64.0"),
