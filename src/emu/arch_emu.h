@@ -43,9 +43,14 @@ template <class T> void store(T *p, T value) { emu::memory_write(p, &value, size
 Vec4 load_shared_b128(uint32_t addr);
 void store_shared_b128(uint32_t addr, Vec4 v);
 void store_matrix_x4(uint32_t addr, const uint32_t (&r)[4]);
+void load_matrix_x4(uint32_t addr, uint32_t (&r)[4]);
+
+void copy_async_b128(uint32_t dst, const void *src, bool there);
+void copy_async_wait();
 
 void sync_warp();
 uint32_t shuffle(uint32_t value, uint32_t source_lane);
+float shuffle(float value, uint32_t source_lane);
 uint32_t shuffle_xor(uint32_t value, uint32_t mask);
 float shuffle_xor(float value, uint32_t mask);
 uint32_t ballot(bool vote);
@@ -121,6 +126,8 @@ MK_DEVICE uint32_t pack_bf16(float low, float high) { return emu::float_to_bf16(
 MK_DEVICE float fused_multiply_add(float a, float b, float c) { return fmaf(a, b, c); }
 MK_DEVICE float exp2_approx(float x) { return exp2f(x); }
 MK_DEVICE float reciprocal_approx(float x) { return 1.0f / x; }
+MK_DEVICE float min_nan(float a, float b) { return a != a || b != b ? NAN : fminf(a, b); }
+MK_DEVICE float max_nan(float a, float b) { return a != a || b != b ? NAN : fmaxf(a, b); }
 MK_DEVICE uint32_t population_count(uint32_t x) { return (uint32_t)__builtin_popcount(x); }
 MK_DEVICE float bits_to_float(uint32_t bits) { float f; memcpy(&f, &bits, sizeof f); return f; }
 
@@ -128,6 +135,8 @@ void wgmma_fence();
 void wgmma_commit();
 template <int N> void wgmma_wait() { emu::wgmma_wait_groups(N); }
 MK_DEVICE void pin_register(float &) {}
+MK_DEVICE void pin_register(uint32_t &) {}
+MK_DEVICE void pin_register(int64_t &) {}
 template <int AMnMajor, int BMnMajor> void wgmma_m64n64k16_bf16(float (&d)[32], uint64_t a, uint64_t b, bool accumulate)
 { emu::wgmma_issue(d, 64, a, b, accumulate, AMnMajor != 0, BMnMajor != 0); }
 template <int AMnMajor, int BMnMajor> void wgmma_m64n128k16_bf16(float (&d)[64], uint64_t a, uint64_t b, bool accumulate)

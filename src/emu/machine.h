@@ -121,6 +121,8 @@ struct Thread {
     /* memory order */
     uint64_t shared_fence = 0, global_fence = 0;  /* stamp at its last proxy fence */
     /* asynchronous work */
+    struct Copy { uint32_t dst; const void *src; };
+    std::vector<Copy> copies;                     /* copy_async not waited for */
     std::vector<std::shared_ptr<StoreOp>> open_stores;
     std::deque<std::shared_ptr<BulkGroup>> groups;
     uint32_t wgmma_issued = 0, wgmma_observed = 0;

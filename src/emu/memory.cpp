@@ -354,6 +354,37 @@ void store_matrix_x4(uint32_t addr, const uint32_t (&r)[4])
     });
 }
 
+void load_matrix_x4(uint32_t addr, uint32_t (&r)[4])
+{
+    step();
+    if (addr % 16)
+        fail("load_matrix_x4 from address %08x: not a multiple of 16", addr);
+    Warp &warp = own_warp();
+    const Vec4 row = load_shared_b128(addr);  /* lane i reads row i%8 of matrix i/8 */
+    memcpy(warp.matrix[self->lane()], &row, 16);
+    warp_rendezvous("load_matrix_x4", [](Warp &) {});
+    for (uint32_t m = 0; m < 4; m++)
+        r[m] = warp.matrix[8 * m + self->lane() / 4][self->lane() % 4];
+    warp_rendezvous("load_matrix_x4", [](Warp &) {});
+}
+
+/* As late as can be: when it is waited for. */
+void copy_async_b128(uint32_t dst, const void *src, bool there)
+{
+    step();
+    if (dst % 16 || reinterpret_cast<uintptr_t>(src) % 16)
+        fail("copy_async_b128 from %p to address %08x: not multiples of 16", src, dst);
+    self->copies.push_back({dst, there ? src : nullptr});
+}
+
+void copy_async_wait()
+{
+    step();
+    for (const Thread::Copy &c : self->copies)
+        store_shared_b128(c.dst, c.src ? load(static_cast<const Vec4 *>(c.src)) : Vec4{0, 0, 0, 0});
+    self->copies.clear();
+}
+
 void fence_proxy_async() { step(); self->shared_fence = self->global_fence = machine->stamp++; publish_mbarriers(); }
 void fence_proxy_async_global() { step(); self->global_fence = machine->stamp++; }
 void fence_proxy_async_shared_cta() { step(); self->shared_fence = machine->stamp++; publish_mbarriers(); }

@@ -58,6 +58,8 @@ std::string deadlock_report()
 
 void thread_exit_checks(Thread &t)
 {
+    if (!t.copies.empty())
+        fail("a thread ends with %zu copy_async that it has not waited for", t.copies.size());
     if (!t.open_stores.empty())
         fail("a thread ends with %zu bulk stores that it never committed", t.open_stores.size());
     if (!t.groups.empty())

@@ -154,6 +154,12 @@ uint32_t shuffle(uint32_t value, uint32_t source_lane)
 
 uint32_t shuffle_xor(uint32_t value, uint32_t mask) { return shuffle(value, lane_idx() ^ mask); }
 
+float shuffle(float value, uint32_t source_lane)
+{
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits_to_float(shuffle(bits, source_lane));
+}
 float shuffle_xor(float value, uint32_t mask)
 {
     uint32_t bits;

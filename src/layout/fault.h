@@ -30,6 +30,8 @@ typedef struct mk_device_state {
     uint32_t skip;        /* this call's data stages do nothing */
     uint32_t tickets[7];  /* of the launches of one pass; zeroed when a call opens */
     int64_t rows_pulled, rows_pulled_peer, rows_copied; /* counted by s1, ever growing */
+    int64_t row_moves_peer;  /* by s1: rows of H pulled from peers; a backward moves two for a table row, or one */
+    int64_t rows_replayed, wgrad_continued; /* by mok_backward_fused and mok_call_check */
     int64_t bytes_pushed_peer, rows_padding, ring_rotations; /* by mok_call_check, from the head of the schedule that a pass is about to use */
     int64_t done[5];      /* by mk_operation: calls not skipped. A schedule counts once its head is written, a pass at mok_call_check */
     uint64_t first_bad_id; /* s0: smallest (rank, route) with an id out of range; ~0: none */

@@ -242,4 +242,46 @@ MK_FN mk_task mk_walk_task(const mk_walk *w, int64_t number)
     return mk_task_make(MK_TASK_WGRAD, number / g->wgrad, (int32_t)(number % g->wgrad));
 }
 
+/* The numbers [*first, *end) of one kind's tasks in step m (shared kinds: m = 0), which are neighbours. What lags belongs to the step in
+ * which it runs. For those who run a pass stage by stage. */
+MK_FN void mk_walk_range(const mk_walk *w, mk_task_kind kind, int64_t m, int64_t *first, int64_t *end)
+{
+    const mk_grid *g = &w->grid;
+    int64_t n = w->shared_tiles, at = 0, lead_first = 0, lead_end = 0, lag_first = 0, lag_end = 0, tasks = 0;
+    *first = *end = 0;
+#define MK_RUN(run_kind, count)           \
+    if (kind == (run_kind)) {             \
+        *first = at;                      \
+        *end = at + (count);              \
+        return;                           \
+    }                                     \
+    at += (count)
+    if (m == 0) {
+        MK_RUN(MK_TASK_SHARED_GATE_UP, n * g->shared_gate_up);
+        MK_RUN(MK_TASK_SHARED_DOWN, n * g->shared_down);
+        MK_RUN(MK_TASK_SHARED_DGRAD_DOWN, n * g->shared_dgrad_down);
+        MK_RUN(MK_TASK_SHARED_DGRAD_GATE_UP, n * g->shared_dgrad_gate_up);
+        MK_RUN(MK_TASK_SHARED_WGRAD, (int64_t)g->shared_wgrad);
+    }
+    if (m > w->num_minibatches)
+        return;
+    at = mk_walk_before_step(w, m);
+    tasks = (m < w->num_minibatches ? mk_walk_before_step(w, m + 1) : w->num_tasks) - at;
+    if (m < w->num_minibatches)
+        mk_walk_minibatch(w, m, &lead_first, &lead_end);
+    if (m > 0)
+        mk_walk_minibatch(w, m - 1, &lag_first, &lag_end);
+    MK_RUN(MK_TASK_DISPATCH, (lead_end - lead_first) * g->dispatch);
+    if (w->pass != MK_PASS_BACKWARD) {
+        MK_RUN(MK_TASK_GATE_UP, (lead_end - lead_first) * g->gate_up);
+        MK_RUN(MK_TASK_DOWN, (lag_end - lag_first) * g->down);
+        return;
+    }
+    MK_RUN(MK_TASK_GATE_UP, mk_max(lead_end - mk_max(lead_first, w->replay_from), 0) * g->gate_up);
+    MK_RUN(MK_TASK_DGRAD_DOWN, (lead_end - lead_first) * g->dgrad_down);
+    MK_RUN(MK_TASK_DGRAD_GATE_UP, (lag_end - lag_first) * g->dgrad_gate_up);
+    MK_RUN(MK_TASK_WGRAD, mk_walk_before_step(w, m) + tasks - at); /* the rest */
+#undef MK_RUN
+}
+
 #endif

@@ -42,9 +42,20 @@ MK_DEVICE void store_shared_b128(uint32_t addr, Vec4 v)
 MK_DEVICE void store_matrix_x4(uint32_t addr, const uint32_t (&r)[4])
 { asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" :: "r"(addr), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory"); }
 
+/* The same the other way. */
+MK_DEVICE void load_matrix_x4(uint32_t addr, uint32_t (&r)[4])
+{ asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(addr) : "memory"); }
+
+/* 16 bytes from global to shared memory without passing through registers; `there` false: zeros. Complete, visibly to this thread,
+ * after copy_async_wait. */
+MK_DEVICE void copy_async_b128(uint32_t dst, const void *src, bool there)
+{ asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(dst), "l"(src), "r"(there ? 16u : 0u) : "memory"); }
+MK_DEVICE void copy_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 /* ---- warp ---- */
 MK_DEVICE void sync_warp() { __syncwarp(); }
 MK_DEVICE uint32_t shuffle(uint32_t value, uint32_t source_lane) { return __shfl_sync(0xffffffffu, value, (int)source_lane); }
+MK_DEVICE float shuffle(float value, uint32_t source_lane) { return __shfl_sync(0xffffffffu, value, (int)source_lane); }
 MK_DEVICE uint32_t shuffle_xor(uint32_t value, uint32_t mask) { return __shfl_xor_sync(0xffffffffu, value, (int)mask); }
 MK_DEVICE float shuffle_xor(float value, uint32_t mask) { return __shfl_xor_sync(0xffffffffu, value, (int)mask); }
 MK_DEVICE uint32_t ballot(bool vote) { return __ballot_sync(0xffffffffu, vote); }
@@ -155,6 +166,9 @@ MK_DEVICE void counter_add_relaxed_gpu(uint64_t *p, uint64_t v) { asm volatile("
 MK_DEVICE void min_relaxed_gpu(uint64_t *p, uint64_t v) { asm volatile("red.relaxed.gpu.global.min.u64 [%0], %1;" :: "l"(p), "l"(v) : "memory"); }
 
 /* ---- registers ---- */
+/* Opaque to the compiler from here on: it computes it here, and keeps nothing that it had derived from it. */
+MK_DEVICE void pin_register(uint32_t &r) { asm volatile("" : "+r"(r) :: "memory"); }
+MK_DEVICE void pin_register(int64_t &r) { asm volatile("" : "+l"(r) :: "memory"); }
 /* All warps of a warpgroup together. N is a multiple of 8 in 24..256. `raise` waits until others have given up enough. */
 template <int N> MK_DEVICE void registers_raise() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(N) : "memory"); }
 template <int N> MK_DEVICE void registers_lower() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(N) : "memory"); }
@@ -173,6 +187,9 @@ MK_DEVICE uint32_t pack_bf16(float low, float high) { uint32_t r; asm("cvt.rn.bf
 MK_DEVICE float fused_multiply_add(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 MK_DEVICE float exp2_approx(float x) { float r; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x)); return r; }
 MK_DEVICE float reciprocal_approx(float x) { float r; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x)); return r; }
+/* A NaN stays one. */
+MK_DEVICE float min_nan(float a, float b) { float r; asm("min.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b)); return r; }
+MK_DEVICE float max_nan(float a, float b) { float r; asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b)); return r; }
 MK_DEVICE uint32_t population_count(uint32_t x) { return (uint32_t)__popc(x); }
 MK_DEVICE float bits_to_float(uint32_t bits) { return __uint_as_float(bits); }
 

@@ -48,25 +48,81 @@ struct LaneRows {
     }
 };
 
-/* Stores 64 columns of the warp's 16 rows, starting at column `col` of each row. packed[2j + i]: columns 8j + 2(l%4) and the next of
- * row l/4 + 8i. `turn` alternates between the two halves of the staging memory, so that one sync_warp a call is enough:
- * who writes a half again has passed the sync_warp of the call in between, and with it every lane's reads of that half. */
-MK_DEVICE void store_chunk(const WarpOut &out, uint32_t turn, const uint32_t (&packed)[16], const LaneRows &rows, int64_t col)
+/* A chunk: 64 columns of the warp's 16 rows, in half of its staging memory, 16-byte pieces of row r at place (piece ^ r % 8).
+ * Packed, packed[4j + i] is columns 16j + 8(i/2) + 2(l%4) and the next of row l/4 + 8(i%2): what stmatrix and ldmatrix call matrices. */
+constexpr uint32_t kChunkBytes = kStagingBytes / 2;
+MK_DEVICE uint32_t chunk_matrix(uint32_t half, uint32_t j)
 {
-    const uint32_t lane = lane_idx(), half = out.staging + turn % 2 * (kStagingBytes / 2);
-    const uint32_t in_row = lane % 16, in_piece = lane / 16;  /* stmatrix: matrices are rows 0-7 and 8-15, of two pieces */
+    const uint32_t in_row = lane_idx() % 16, in_piece = lane_idx() / 16; /* rows 0-7 and 8-15, of two pieces */
+    return half + in_row * kRowBytes + ((2 * j + in_piece) ^ (in_row % 8)) * 16;
+}
+MK_DEVICE uint32_t chunk_piece(uint32_t half, uint32_t row, uint32_t piece) { return half + row * kRowBytes + (piece ^ (row % 8)) * 16; }
+
+MK_DEVICE void put_chunk(uint32_t half, const uint32_t (&packed)[16])
+{
     MK_UNROLL for (uint32_t j = 0; j < 4; j++) {
         const uint32_t r[4] = {packed[4 * j], packed[4 * j + 1], packed[4 * j + 2], packed[4 * j + 3]};
-        store_matrix_x4(half + in_row * kRowBytes + ((2 * j + in_piece) ^ (in_row % 8)) * 16, r);
-    }
-    sync_warp();
-    MK_UNROLL for (uint32_t i = 0; i < 4; i++) {
-        const uint32_t row = 4 * i + lane / 8, piece = lane % 8;
-        const Vec4 v = load_shared_b128(half + row * kRowBytes + (piece ^ (row % 8)) * 16);
-        if (rows.to[i])
-            store(reinterpret_cast<Vec4 *>(rows.to[i] + col + piece * 8), v);
+        store_matrix_x4(chunk_matrix(half, j), r);
     }
 }
+
+/* From staging memory (after a sync_warp) to column `col` of each row. */
+MK_DEVICE void flush_chunk(uint32_t half, const LaneRows &rows, int64_t col)
+{
+    MK_UNROLL for (uint32_t i = 0; i < 4; i++) {
+        const Vec4 v = load_shared_b128(chunk_piece(half, 4 * i + lane_idx() / 8, lane_idx() % 8));
+        if (rows.to[i])
+            store(reinterpret_cast<Vec4 *>(rows.to[i] + col + lane_idx() % 8 * 8), v);
+    }
+}
+
+/* Both. `turn` alternates between the two halves of the staging memory, so that one sync_warp a call is enough: who writes a half
+ * again has passed the sync_warp of the call in between, and with it every lane's reads of that half. */
+MK_DEVICE void store_chunk(const WarpOut &out, uint32_t turn, const uint32_t (&packed)[16], const LaneRows &rows, int64_t col)
+{
+    const uint32_t half = out.staging + turn % 2 * kChunkBytes;
+    put_chunk(half, packed);
+    sync_warp();
+    flush_chunk(half, rows, col);
+}
+
+/* Where this lane's rows of one block are in every buffer with rows of `cols` columns: lane l moves 16 bytes at column 8(l%8) of rows
+ * 4i + l/8. Addresses are made anew each time, out of two numbers that are opaque to the compiler: kept for later, they would
+ * cost the registers that the accumulators need. */
+struct LanePlaces {
+    int64_t tile;           /* elements: the tile's first row and column */
+    uint32_t lane;          /* elements from there: this lane's row i = 0, of first_row */
+    uint32_t rows, cols;    /* of this lane's rows i: those with 4i < rows exist */
+    MK_MEMBER LanePlaces(const GemmTask &task, uint32_t first_row, uint32_t num_cols)
+    {
+        const uint32_t row = first_row + lane_idx() / 8;
+        tile = (int64_t)task.row * num_cols + task.col;
+        lane = row * num_cols;
+        rows = row < (uint32_t)task.num_rows ? (uint32_t)task.num_rows - row : 0;
+        cols = num_cols;
+    }
+    /* The chunk in `half` (after a sync_warp) to the rows of a buffer, from column `col` of the tile on. */
+    MK_MEMBER void flush(bf16 *base, uint32_t col, uint32_t half)
+    {
+        pin_register(tile);
+        pin_register(lane);
+        MK_UNROLL for (uint32_t i = 0; i < 4; i++) {
+            const Vec4 v = load_shared_b128(chunk_piece(half, 4 * i + lane_idx() / 8, lane_idx() % 8));
+            if (4 * i < rows)
+                store(reinterpret_cast<Vec4 *>(base + tile + (lane + 4 * i * cols) + col + lane_idx() % 8 * 8), v);
+        }
+    }
+    /* The other way: on the way until copy_async_wait. Rows that do not exist give zeros. */
+    MK_MEMBER void fetch(const bf16 *base, uint32_t col, uint32_t half)
+    {
+        pin_register(tile);
+        pin_register(lane);
+        MK_UNROLL for (uint32_t i = 0; i < 4; i++) {
+            const bool there = 4 * i < rows;
+            copy_async_b128(chunk_piece(half, 4 * i + lane_idx() / 8, lane_idx() % 8), there ? base + tile + (lane + 4 * i * cols) + col + lane_idx() % 8 * 8 : base, there);
+        }
+    }
+};
 
 MK_DEVICE void pack_chunk(const float (&v)[32], uint32_t (&packed)[16])
 {

@@ -5,6 +5,7 @@
 
 #include "base/error.h"
 #include "cuda/host/state.h"
+#include "layout/walk.h"
 
 enum { BLOCKS_PER_SM = 8, COMMUNICATION_ROW_TILE = MK_ROW_TILE, COPY_BYTES_PER_BLOCK = 16384 };
 
@@ -63,15 +64,19 @@ static mok_status follow_last_call(cuda_call *c)
     return MOK_OK;
 }
 
-static mok_status open_call(cuda_call *c, const void *expert_ids, const void *x, const void *router_weights)
+/* What a call tells the others: every pointer may be NULL. */
+typedef struct call_inputs { const void *expert_ids, *x, *dout, *router_weights; } call_inputs;
+
+static mok_status open_call(cuda_call *c, call_inputs in)
 {
     int64_t tokens = c->open.num_tokens;
     MK_TRY(follow_last_call(c));
     MK_TRY(launch(c, MK_CUDA_mok_call_open, 1, &c->open, 0));
     if (!tokens || c->refused)
         return MOK_OK;
-    mk_publish_params publish = {.rank = c->s->rank, .num_tokens = tokens, .expert_ids = expert_ids, .x = x, .router_weights = router_weights};
-    int64_t bytes = tokens * (x ? c->w->dims.hidden * 2 : c->w->dims.topk * 4);
+    mk_publish_params publish = {.rank = c->s->rank, .num_tokens = tokens, .expert_ids = in.expert_ids, .x = in.x, .dout = in.dout,
+                                 .router_weights = in.router_weights};
+    int64_t bytes = tokens * (in.x ? c->w->dims.hidden * (in.dout ? 4 : 2) : c->w->dims.topk * 4);
     return launch(c, MK_CUDA_mok_publish, blocks_for(c, mk_ceil_div(bytes, COPY_BYTES_PER_BLOCK)), &publish, 0);
 }
 
@@ -83,9 +88,9 @@ static mok_status barrier(cuda_call *c, mok_status status)
     return status == MOK_OK ? launch(c, MK_CUDA_mok_rank_barrier, 1, &c->s->rank, 0) : status;
 }
 
-static mok_status begin(cuda_call *c, const void *expert_ids, const void *x, const void *router_weights)
+static mok_status begin(cuda_call *c, call_inputs in)
 {
-    MK_TRY(barrier(c, open_call(c, expert_ids, x, router_weights)));
+    MK_TRY(barrier(c, open_call(c, in)));
     return launch(c, MK_CUDA_mok_call_check, 1, &c->open, 0);
 }
 
@@ -139,7 +144,7 @@ static mok_status launch_s0(const cuda_call *c, const mok_schedule_args *a)
 static mok_status run_schedule(cuda_call *c, const mok_schedule_args *a)
 {
     c->open.schedule = a->schedule;
-    MK_TRY(begin(c, a->expert_ids, NULL, NULL));
+    MK_TRY(begin(c, (call_inputs){.expert_ids = a->expert_ids}));
     return c->skip ? MOK_OK : launch_s0(c, a);
 }
 
@@ -230,7 +235,7 @@ static mok_status run_pass(cuda_call *c, const mok_forward_args *a)
 {
     bool forward = c->operation == MK_OP_FORWARD;
     c->open.schedule = (void *)(uintptr_t)a->schedule;
-    MK_TRY(begin(c, NULL, a->x, forward ? a->router_weights : NULL));
+    MK_TRY(begin(c, (call_inputs){.x = a->x, .router_weights = forward ? a->router_weights : NULL}));
     if (c->skip)
         return MOK_OK;
     MK_TRY(barrier(c, launch_stages(c, a, forward)));
@@ -239,11 +244,122 @@ static mok_status run_pass(cuda_call *c, const mok_forward_args *a)
     return launch(c, MK_CUDA_mok_s5_combine, forward ? blocks_for(c, a->num_tokens) : 1, &p, 0);
 }
 
+/* --- backward --------------------------------------------------------------------------------------------------------- */
+/* Where the gradients of one matrix go; gate and up may be halves of one matrix, or its even and odd rows. */
+static mk_grad_out grad_out(const mok_workspace *w, const mok_grad *g, int64_t outputs, int64_t inputs, bool pair, bool up)
+{
+    bool one = pair && w->config.gate_up != MOK_GATE_UP_SEPARATE, interleaved = one && w->config.gate_up == MOK_GATE_UP_INTERLEAVED;
+    int64_t element = g->dtype == MOK_FP32 ? 4 : 2, first_row = one && up ? (interleaved ? 1 : outputs) : 0;
+    if (!g->packed)
+        return (mk_grad_out){0};
+    return (mk_grad_out){.base = (char *)g->packed + first_row * inputs * element, .expert_bytes = outputs * inputs * element * (one ? 2 : 1),
+                         .row_stride = inputs * (interleaved ? 2 : 1), .fp32 = g->dtype == MOK_FP32, .accumulate = g->accumulate};
+}
+
+static void fill_grads(const mok_workspace *w, const mok_grads *g, mk_backward_params *p)
+{
+    bool separate = w->config.gate_up == MOK_GATE_UP_SEPARATE;
+    int64_t h = w->dims.hidden, i = w->dims.intermediate, s = w->dims.shared_intermediate;
+    p->grads[MK_GRAD_GATE] = grad_out(w, &g->gate, i, h, true, false);
+    p->grads[MK_GRAD_UP] = grad_out(w, separate ? &g->up : &g->gate, i, h, true, true);
+    p->grads[MK_GRAD_DOWN] = grad_out(w, &g->down, h, i, false, false);
+    p->shared_grads[MK_GRAD_GATE] = grad_out(w, &g->shared_gate, s, h, true, false);
+    p->shared_grads[MK_GRAD_UP] = grad_out(w, separate ? &g->shared_up : &g->shared_gate, s, h, true, true);
+    p->shared_grads[MK_GRAD_DOWN] = grad_out(w, &g->shared_down, h, s, false, false);
+}
+
+static bool any_grad(const mok_grads *g)
+{
+    return g->gate.packed || g->up.packed || g->down.packed || g->shared_gate.packed || g->shared_up.packed || g->shared_down.packed ||
+           g->shared_output_gate.packed || g->ready;
+}
+
+static mk_backward_params backward_params(const cuda_call *c, const mok_backward_args *a)
+{
+    mk_backward_params p = {.rank = c->s->rank, .schedule = (void *)(uintptr_t)a->schedule, .context = c->w->dims.saved_tiles ? a->context : NULL,
+                            .shared_output_gate = a->weights.shared_output_gate, .ready = a->grads.ready, .ready_value = a->grads.ready_value,
+                            .num_tokens = a->num_tokens, .want_data = a->parts != MOK_BACKWARD_WEIGHTS, .want_weights = c->open.want_weights};
+    mk_tensor_map *to[MK_NUM_BACKWARD_MAPS] = {&p.ring_x, &p.ring_dout, &p.ring_gate, &p.ring_up, &p.ring_h, &p.gate, &p.up, &p.down,
+                                               &p.shared_x, &p.shared_dout, &p.shared_dgate, &p.shared_dup, &p.shared_wh, &p.shared_gate, &p.shared_up, &p.shared_down};
+    for (int i = 0; i < MK_NUM_BACKWARD_MAPS; i++)
+        *to[i] = c->s->backward[i].map;
+    fill_grads(c->w, &a->grads, &p);
+    return p;
+}
+
+static mok_status launch_backward(const cuda_call *c, mk_backward_params *p, mk_task_kind kind, int64_t step)
+{
+    int64_t clusters = mk_max(c->s->device->kernels.max_clusters[MK_CUDA_mok_backward_fused] - c->s->reserve_clusters, 1);
+    p->kind = (int32_t)kind;
+    p->step = (int32_t)step;
+    if (kind != MK_TASK_NONE)
+        MK_CUDA_TRY(c->api->cuMemsetD32Async(mk_cu_address(c->w->local + c->w->memory.device_state + offsetof(mk_device_state, tickets)), 0, 2, c->stream),
+                    "rank %d: clearing the tickets of a backward stage", c->w->dims.rank);
+    return launch(c, MK_CUDA_mok_backward_fused, clusters * mk_cuda_kernel_shapes[MK_CUDA_mok_backward_fused].cluster, p, step);
+}
+
+/* One launch for each stage and step, as many as the worst routing needs: the same code, in an order that needs no counter. */
+static mok_status launch_backward_staged(const cuda_call *c, mk_backward_params *p)
+{
+    static const mk_task_kind shared[] = {MK_TASK_SHARED_GATE_UP, MK_TASK_SHARED_DGRAD_DOWN, MK_TASK_SHARED_DGRAD_GATE_UP, MK_TASK_SHARED_WGRAD};
+    static const mk_task_kind routed[] = {MK_TASK_DISPATCH, MK_TASK_GATE_UP, MK_TASK_DGRAD_DOWN, MK_TASK_DGRAD_GATE_UP, MK_TASK_WGRAD};
+    const mk_dims *d = &c->w->dims;
+    for (size_t i = 0; i < sizeof shared / sizeof *shared && d->shared_intermediate; i++)
+        MK_TRY(launch_backward(c, p, shared[i], 0));
+    for (int64_t step = 0; step <= mk_ceil_div(d->capacity_tiles, d->mb_tiles_bwd); step++)
+        for (size_t i = 0; i < sizeof routed / sizeof *routed; i++)
+            MK_TRY(launch_backward(c, p, routed[i], step));
+    return MOK_OK;
+}
+
+static mk_combine_bwd_params combine_bwd_params(const cuda_call *c, const mok_backward_args *a)
+{
+    const mk_dims *d = &c->w->dims;
+    bool data = a->parts != MOK_BACKWARD_WEIGHTS;
+    mk_combine_bwd_params p = {.rank = c->s->rank, .schedule = a->schedule, .x = a->x, .shared_output_gate = a->weights.shared_output_gate,
+                               .dx = data ? a->dx : NULL, .drouter_weights = data ? a->drouter_weights : NULL, .num_tokens = a->num_tokens};
+    if (c->open.want_weights && c->w->config.shared_gate)
+        p.gate_grad = grad_out(c->w, &a->grads.shared_output_gate, 1, d->hidden, false, false);
+    p.gate_blocks = p.gate_grad.base ? (int32_t)mk_ceil_div(d->hidden, 256) : 0;
+    return p;
+}
+
+static mok_status launch_backward_stages(const cuda_call *c, const mok_backward_args *a, mk_combine_bwd_params *combine)
+{
+    mk_backward_params p = backward_params(c, a);
+    if (c->w->dims.shared_intermediate && a->num_tokens)
+        MK_TRY(launch(c, MK_CUDA_mok_shared_scale, blocks_for(c, a->num_tokens), combine, 0));
+    return c->s->fused_backward ? launch_backward(c, &p, MK_TASK_NONE, 0) : launch_backward_staged(c, &p);
+}
+
+static mok_status run_backward(cuda_call *c, const mok_backward_args *a)
+{
+    c->open.schedule = (void *)(uintptr_t)a->schedule;
+    c->open.context = a->context;
+    c->open.parts = (int32_t)a->parts;
+    c->open.want_weights = a->parts != MOK_BACKWARD_DATA && any_grad(&a->grads);
+    MK_TRY(begin(c, (call_inputs){.x = a->x, .dout = a->dout, .router_weights = a->router_weights}));
+    if (c->skip)
+        return MOK_OK;
+    mk_combine_bwd_params combine = combine_bwd_params(c, a);
+    MK_TRY(barrier(c, launch_backward_stages(c, a, &combine)));
+    return launch(c, MK_CUDA_mok_s5_combine_bwd, combine.gate_blocks + blocks_for(c, a->num_tokens), &combine, 0);
+}
+
+static mok_status run_operation(cuda_call *c, const mk_call *call)
+{
+    switch (call->operation) {
+    case MK_OP_SCHEDULE: return run_schedule(c, &call->schedule);
+    case MK_OP_BACKWARD: return run_backward(c, &call->backward);
+    default: return run_pass(c, &call->forward);
+    }
+}
+
 mok_status mk_cuda_run(mok_workspace *w, const mk_call *call, void *stream)
 {
     cuda_call c = make_call(w, call->operation, call->layer, call->num_tokens, stream);
     MK_TRY(mk_cuda_enter(c.s->device));
-    mok_status status = call->operation == MK_OP_SCHEDULE ? run_schedule(&c, &call->schedule) : run_pass(&c, &call->forward);
+    mok_status status = run_operation(&c, call);
     if (status == MOK_OK)
         status = end(&c);
     mk_cuda_leave(c.s->device);
@@ -264,7 +380,7 @@ void mk_cuda_refuse(mok_workspace *w, mk_operation operation, uint64_t layer, mo
     c.refused = true;
     mok_status status = mk_cuda_enter(c.s->device);
     if (status == MOK_OK) {
-        status = begin(&c, NULL, NULL, NULL);
+        status = begin(&c, (call_inputs){0});
         if (status == MOK_OK && !c.skip && operation != MK_OP_SCHEDULE)
             status = barrier(&c, MOK_OK);
         if (status == MOK_OK)

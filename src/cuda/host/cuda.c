@@ -147,8 +147,9 @@ static mok_status open_state(mok_workspace *w)
     s->arrivals = s->meets_on_host ? calloc((size_t)w->dims.num_ranks, sizeof *s->arrivals) : NULL;
     if (s->meets_on_host && !s->arrivals)
         MK_TRY_GOTO(mk_fail(MOK_E_MEMORY, "no memory for the meetings of rank %d", w->dims.rank), fail);
-    const char *forward = getenv("MOK_FORWARD");
+    const char *forward = getenv("MOK_FORWARD"), *backward = getenv("MOK_BACKWARD");
     s->fused = !(forward && !strcmp(forward, "staged"));
+    s->fused_backward = !(backward && !strcmp(backward, "staged"));
     mk_cuda_choose_tiles(w, getenv("MOK_TILE"));
     MK_TRY_GOTO(mk_cuda_enter(s->device), fail);
     status = open_entered(w);
@@ -219,6 +220,45 @@ static mok_status check_forward(checker *c, const mok_forward_args *a, bool down
     return check_weight(c, "shared_down", &m->shared_down, shared && down);
 }
 
+static mok_status check_grad(checker *c, const char *name, const mok_grad *g)
+{
+    if (g->experts)
+        return mk_fail(MOK_E_UNSUPPORTED, "grads.%s.experts is given: backend cuda writes packed gradients only, for now", name);
+    return check_memory(c, name, g->packed, 16);
+}
+
+static mok_status check_backward(checker *c, const mok_backward_args *a)
+{
+    const mok_workspace *w = c->w;
+    const mok_weights *m = &a->weights;
+    const mok_grads *g = &a->grads;
+    bool routed = w->dims.experts_count > 0, shared = w->dims.shared_intermediate > 0, data = a->parts != MOK_BACKWARD_WEIGHTS && a->num_tokens;
+    unsigned router = w->config.router_dtype == MOK_BF16 ? 2 : 4;
+    c->next = 16; /* behind those of a forward */
+    MK_TRY(check_memory(c, "schedule", a->schedule, MK_BUFFER_ALIGN));
+    MK_TRY(check_memory(c, "context", a->context, MK_BUFFER_ALIGN));
+    MK_TRY(check_memory(c, "x", a->num_tokens ? a->x : NULL, 16));
+    MK_TRY(check_memory(c, "dout", a->num_tokens ? a->dout : NULL, 16));
+    MK_TRY(check_memory(c, "router_weights", a->num_tokens ? a->router_weights : NULL, router));
+    MK_TRY(check_memory(c, "dx", data ? a->dx : NULL, 16));
+    MK_TRY(check_memory(c, "drouter_weights", data ? a->drouter_weights : NULL, router));
+    MK_TRY(check_memory(c, "shared_output_gate", w->config.shared_gate ? m->shared_output_gate : NULL, 16));
+    MK_TRY(check_weight(c, "gate", &m->gate, routed));
+    MK_TRY(check_weight(c, "up", &m->up, routed));
+    MK_TRY(check_weight(c, "down", &m->down, routed));
+    MK_TRY(check_weight(c, "shared_gate", &m->shared_gate, shared));
+    MK_TRY(check_weight(c, "shared_up", &m->shared_up, shared));
+    MK_TRY(check_weight(c, "shared_down", &m->shared_down, shared));
+    MK_TRY(check_grad(c, "gate", &g->gate));
+    MK_TRY(check_grad(c, "up", &g->up));
+    MK_TRY(check_grad(c, "down", &g->down));
+    MK_TRY(check_grad(c, "shared_gate", &g->shared_gate));
+    MK_TRY(check_grad(c, "shared_up", &g->shared_up));
+    MK_TRY(check_grad(c, "shared_down", &g->shared_down));
+    MK_TRY(check_grad(c, "shared_output_gate", &g->shared_output_gate));
+    return check_memory(c, "grads.ready", g->ready, 4);
+}
+
 static mok_status encode_maps(mok_workspace *w, const mok_forward_args *a, bool down)
 {
     bool routed = w->dims.capacity_tiles > 0, shared = w->dims.shared_intermediate > 0 && a->num_tokens > 0;
@@ -236,10 +276,12 @@ static mok_status check_entered(mok_workspace *w, const mk_call *call)
     checker c = {w, 0};
     bool down = call->operation == MK_OP_FORWARD;
     MK_TRY(mk_cuda_take_fault(w, NULL));
-    if (call->operation == MK_OP_BACKWARD)
-        return mk_fail(MOK_E_UNSUPPORTED, "backend cuda has no backward yet: use backend cpu");
     if (call->operation == MK_OP_SCHEDULE)
         return check_schedule(&c, &call->schedule);
+    if (call->operation == MK_OP_BACKWARD) {
+        MK_TRY(check_backward(&c, &call->backward));
+        return mk_cuda_encode_backward(w, &call->backward.weights, call->num_tokens);
+    }
     MK_TRY(check_forward(&c, &call->forward, down));
     return encode_maps(w, &call->forward, down);
 }
@@ -268,7 +310,9 @@ static void read_stats(mok_workspace *w, const mk_device_state *d)
     to->rows_copied = d->rows_copied;
     to->rows_padding = d->rows_padding;
     to->ring_rotations = d->ring_rotations;
-    to->bytes_pulled_peer = d->rows_pulled_peer * row;
+    to->rows_replayed = d->rows_replayed;
+    to->wgrad_continued = d->wgrad_continued;
+    to->bytes_pulled_peer = d->row_moves_peer * row;
     to->bytes_pushed_peer = d->bytes_pushed_peer;
 }
 

@@ -22,7 +22,10 @@
     X(mok_s4_down_wide, 384, MK_GEMM_SHARED_WIDE, 2)      \
     X(mok_s4_down_narrow, 384, MK_GEMM_SHARED_NARROW, 2)  \
     X(mok_forward_fused, 384, MK_FORWARD_SHARED, 2)       \
-    X(mok_s5_combine, 256, MK_SMALL_SHARED, 1)
+    X(mok_s5_combine, 256, MK_SMALL_SHARED, 1)            \
+    X(mok_shared_scale, 256, MK_SMALL_SHARED, 1)          \
+    X(mok_backward_fused, 384, MK_BACKWARD_SHARED, 2)     \
+    X(mok_s5_combine_bwd, 256, MK_SMALL_SHARED, 1)
 
 typedef enum mk_cuda_kernel {
 #define MK_CUDA_KERNEL_ENUM(name, threads, shared, cluster) MK_CUDA_##name,

@@ -106,3 +106,60 @@ mok_status mk_cuda_encode_gemm(mok_workspace *w, mk_gemm_id id, const mok_weight
     g->b_address[1] = high.address;
     return MOK_OK;
 }
+
+/* --- backward --------------------------------------------------------------------------------------------------------- */
+/* Every box is 64 x 64: half a narrow tile, whichever axis is contracted. */
+enum { BOX_BACKWARD = 64 };
+
+/* A buffer over the ring's rows or, shared, over this rank's tokens. */
+static mk_tensor describe_backward_rows(const mok_workspace *w, mk_backward_map which, bool shared, int64_t num_tokens)
+{
+    const mk_memory *m = &w->memory;
+    const int64_t hidden = w->dims.hidden, width = shared ? w->dims.shared_intermediate : w->dims.intermediate;
+    const char *address;
+    switch (which) {
+    case MK_MAP_X: address = shared ? w->heap + m->x : w->local + m->ring_x; break;
+    case MK_MAP_DOUT: address = shared ? w->heap + m->dout : w->local + m->ring_dout; break;
+    case MK_MAP_GATE: address = w->local + (shared ? m->shared_gate : m->ring_gate); break;
+    case MK_MAP_UP: address = w->local + (shared ? m->shared_up : m->ring_up); break;
+    default: address = w->local + (shared ? m->shared_h : m->ring_h); break;
+    }
+    return mk_tensor_operand(address, (uint64_t)(which <= MK_MAP_DOUT ? hidden : width), (uint64_t)(shared ? num_tokens : MK_RING_ROWS(&w->dims)), 0, BOX_BACKWARD);
+}
+
+static mok_status encode_kept(const mk_cuda_state *s, mk_cuda_map *kept, const mk_tensor *t, const char *what)
+{
+    if (kept->address == t->address && kept->rows == (int64_t)t->dim[1])
+        return MOK_OK;
+    kept->address = NULL;
+    MK_TRY(encode(s->api->cuTensorMapEncodeTiled, &kept->map, t, what));
+    kept->address = t->address;
+    kept->rows = (int64_t)t->dim[1];
+    return MOK_OK;
+}
+
+static mok_status encode_backward_half(mok_workspace *w, const mok_weights *weights, bool shared, int64_t num_tokens)
+{
+    static const char *const names[] = {"x", "dout", "dgate", "dup", "w h", "gate", "up", "down"};
+    mk_cuda_state *s = w->state;
+    mk_cuda_map *maps = s->backward + (shared ? MK_MAP_SHARED : 0);
+    mk_tensor gate, up, down, other;
+    for (int i = MK_MAP_X; i <= MK_MAP_H; i++) {
+        mk_tensor rows = describe_backward_rows(w, (mk_backward_map)i, shared, num_tokens);
+        MK_TRY(encode_kept(s, &maps[i], &rows, names[i]));
+    }
+    describe_weights(w, shared ? MK_GEMM_SHARED_GATE_UP : MK_GEMM_GATE_UP, weights, BOX_BACKWARD, &gate, &up);
+    describe_weights(w, shared ? MK_GEMM_SHARED_DOWN : MK_GEMM_DOWN, weights, BOX_BACKWARD, &down, &other);
+    MK_TRY(encode_kept(s, &maps[MK_MAP_WGATE], &gate, names[MK_MAP_WGATE]));
+    MK_TRY(encode_kept(s, &maps[MK_MAP_WUP], &up, names[MK_MAP_WUP]));
+    return encode_kept(s, &maps[MK_MAP_WDOWN], &down, names[MK_MAP_WDOWN]);
+}
+
+mok_status mk_cuda_encode_backward(mok_workspace *w, const mok_weights *weights, int64_t num_tokens)
+{
+    if (w->dims.capacity_tiles)
+        MK_TRY(encode_backward_half(w, weights, false, num_tokens));
+    if (w->dims.shared_intermediate && num_tokens)
+        MK_TRY(encode_backward_half(w, weights, true, num_tokens));
+    return MOK_OK;
+}

@@ -27,6 +27,20 @@ typedef struct mk_cuda_gemm {
     int64_t tasks_per_tile;               /* clusters' tasks that one row tile makes */
 } mk_cuda_gemm;
 
+/* The tensor maps of a backward, in the order of mk_backward_params. */
+typedef enum mk_backward_map {
+    MK_MAP_X, MK_MAP_DOUT, MK_MAP_GATE, MK_MAP_UP, MK_MAP_H, MK_MAP_WGATE, MK_MAP_WUP, MK_MAP_WDOWN,
+    MK_MAP_SHARED,                        /* the same again for the shared expert */
+    MK_NUM_BACKWARD_MAPS = 2 * MK_MAP_SHARED
+} mk_backward_map;
+
+/* A map as last encoded: address NULL: not yet. */
+typedef struct mk_cuda_map {
+    mk_tensor_map map;
+    const void *address;
+    int64_t rows;
+} mk_cuda_map;
+
 /* What ranks that share a GPU tell each other at a barrier. */
 typedef struct mk_cuda_arrival {
     mk_cu_event event;       /* recorded behind everything that the barrier waits for */
@@ -36,10 +50,11 @@ typedef struct mk_cuda_arrival {
     char sentence[MK_ERROR_BYTES];
 } mk_cuda_arrival;
 
-enum { MK_CUDA_SEEN_POINTERS = 16 };
+enum { MK_CUDA_SEEN_POINTERS = 40 };
 
 typedef struct mk_cuda_state {
     mk_cuda_gemm gemm[MK_NUM_GEMMS];
+    mk_cuda_map backward[MK_NUM_BACKWARD_MAPS];
     mk_rank_params rank;
     mk_cuda_device *device;          /* the group's */
     const mk_cuda_driver *api;
@@ -50,7 +65,8 @@ typedef struct mk_cuda_state {
     bool called, captured;           /* there was such a call; there was a captured one */
     bool clear_fault;                /* the device's copy of a record that the host has taken is still to be cleared */
     int32_t reserve_clusters;
-    bool fused;                      /* one launch instead of one per stage and minibatch */
+    bool fused;                      /* the forward: one launch instead of one per stage and minibatch */
+    bool fused_backward;
     /* Ranks that share a GPU: */
     bool meets_on_host;
     mk_cu_event meeting[2];          /* by parity of the barrier */
@@ -63,6 +79,7 @@ typedef struct mk_cuda_state {
 /* wish: "wide", "narrow" or NULL. A fused forward has the narrow tile whatever the wish. */
 void mk_cuda_choose_tiles(mok_workspace *w, const char *wish);
 mok_status mk_cuda_encode_gemm(mok_workspace *w, mk_gemm_id id, const mok_weights *weights, int64_t num_tokens);
+mok_status mk_cuda_encode_backward(mok_workspace *w, const mok_weights *weights, int64_t num_tokens);
 
 /* call.c */
 mok_status mk_cuda_run(mok_workspace *w, const mk_call *call, void *stream);

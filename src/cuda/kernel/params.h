@@ -21,6 +21,13 @@
  *   mok_forward_fused     mk_forward_params clusters of 2 x 384, all SMs  s1 to s4 fused, instead of the launches of dispatch, gate_up and down
  *   mok_s5_combine          mk_combine_params any x 256                      the weighted sum; the context's head
  *
+ * Backward: the same beginning, then
+ *
+ *   mok_shared_scale        mk_combine_bwd_params any x 256                  s of every token, if there is a shared expert
+ *   mok_backward_fused      mk_backward_params clusters of 2 x 384, all SMs  the whole walk; or one launch for each stage and step
+ *   mok_rank_barrier
+ *   mok_s5_combine_bwd      mk_combine_bwd_params any x 256                  dx, router-weight gradients, the output gate's gradient
+ *
  * Recompute is the forward without mok_s4_down, and mok_s5_combine with out = NULL. A rank that refuses launches mok_call_open,
  * mok_rank_barrier, mok_call_check and, but for a schedule, mok_rank_barrier.
  *
@@ -39,6 +46,7 @@ enum { MK_SMALL_SHARED = 4096 };          /* dynamic shared memory of every kern
 enum { MK_GEMM_SHARED_WIDE = 230400, MK_GEMM_SHARED_NARROW = 230400 };
 enum { MK_DISPATCH_AREA = 32768 };        /* bytes of the dispatch slots: two rows of H 7168, four of H 4096, eight of H 2048 */
 enum { MK_DISPATCH_SHARED = MK_DISPATCH_AREA + 384 }; /* with their mbarriers and records */
+enum { MK_BACKWARD_SHARED = 231424 };
 enum { MK_FORWARD_SHARED = 231424 };      /* five stages and a dispatch slot (checked in forward.cuh) */
 
 /* A fault as the host reads it, while kernels run: pinned host memory. Whoever writes mk_device_state.fault writes this too: the heads (of
@@ -70,6 +78,7 @@ typedef struct mk_open_params {
     uint64_t layer;
     int64_t num_tokens;
     int32_t operation, parts;
+    int32_t want_weights;      /* a backward that makes weight gradients */
     int32_t status;            /* MOK_OK, or this rank refuses with: */
     char sentence[460];
 } mk_open_params;
@@ -123,6 +132,44 @@ typedef struct mk_forward_params {
     int32_t up_row;            /* row of `up` where the up rows start: 0, or I with combined weights */
     int32_t shared_up_row;
 } mk_forward_params;
+
+/* Where one matrix's weight gradients go. */
+enum { MK_GRAD_GATE, MK_GRAD_UP, MK_GRAD_DOWN, MK_NUM_GRADS };
+typedef struct mk_grad_out {
+    void *base;                /* of this rank's first expert; NULL: not wanted */
+    int64_t expert_bytes;      /* from one expert's to the next's */
+    int64_t row_stride;        /* elements between neighbouring outputs */
+    int32_t fp32, accumulate;
+} mk_grad_out;
+
+/* The fused backward, and its stages one by one. Maps as in mk_gemm_params, every box 64 x 64; dout and dgate, dup stand in for x and h. */
+typedef struct mk_backward_params {
+    mk_tensor_map ring_x, ring_dout, ring_gate, ring_up, ring_h, gate, up, down;
+    mk_tensor_map shared_x, shared_dout, shared_dgate, shared_dup, shared_wh, shared_gate, shared_up, shared_down;
+    mk_rank_params rank;
+    void *schedule;
+    const void *context;       /* saved gate/up; NULL: none */
+    const void *shared_output_gate; /* [H] bf16 or NULL */
+    mk_grad_out grads[MK_NUM_GRADS], shared_grads[MK_NUM_GRADS];
+    uint32_t *ready;           /* [El] or NULL: set to ready_value when an expert's weight gradients are complete */
+    uint32_t ready_value;
+    int64_t num_tokens;
+    int32_t want_data, want_weights;
+    int32_t kind, step;        /* kind 0: the whole pass; else an mk_task_kind: its tasks of this step only (staged) */
+} mk_backward_params;
+
+/* mok_shared_scale: s of every token. mok_s5_combine_bwd: the reduce, and the shared expert's output gate's gradient. */
+typedef struct mk_combine_bwd_params {
+    mk_rank_params rank;
+    const void *schedule;
+    const void *x;                  /* [T, H] */
+    const void *shared_output_gate; /* [H] bf16 or NULL */
+    void *dx;                       /* [T, H] bf16 or NULL */
+    void *drouter_weights;          /* [T, K] fp32 or bf16, or NULL */
+    mk_grad_out gate_grad;          /* [H]; base NULL: not wanted */
+    int32_t gate_blocks;            /* blocks of the grid that compute it, the first ones */
+    int64_t num_tokens;
+} mk_combine_bwd_params;
 
 typedef struct mk_combine_params {
     mk_rank_params rank;

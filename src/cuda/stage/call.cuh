@@ -216,8 +216,12 @@ MK_DEVICE void clear_counters(const mk_rank_params &r, const void *schedule)
     for (int32_t c = 0; c < MK_NUM_TILE_COUNTERS; c++)
         for (int32_t t = (int32_t)thread_idx(); t < num_tiles; t += 128)
             store(counter_at(r, c, t), 0u);
-    for (int32_t t = (int32_t)thread_idx(); t < MK_SHARED_TILES(&r.dims); t += 128)
-        store(counter_at(r, MK_COUNTER_shared_s2_tasks_done, t), 0u);
+    const int32_t num_pieces = load(&static_cast<const mk_schedule_head *>(schedule)->num_pieces);
+    for (int32_t t = (int32_t)thread_idx(); t < num_pieces; t += 128)
+        store(counter_at(r, MK_COUNTER_wgrad_tasks_done, t), 0u);
+    for (int32_t c = MK_COUNTER_shared_s2_tasks_done; c < MK_NUM_COUNTERS; c++)
+        for (int32_t t = (int32_t)thread_idx(); t < MK_SHARED_TILES(&r.dims); t += 128)
+            store(counter_at(r, c, t), 0u);
 }
 
 /* Rank offsets of the global token ids, from all heads. */
@@ -245,8 +249,11 @@ MK_DEVICE void count_pass(const mk_open_params &p)
     store(&state->done[p.operation], load(&state->done[p.operation]) + 1);
     store(&state->rows_padding, load(&state->rows_padding) + num_tiles * MK_ROW_TILE - load(&h->num_rows));
     store(&state->ring_rotations, load(&state->ring_rotations) + num_tiles / p.rank.dims.ring_tiles);
-    if (p.operation == MK_OP_FORWARD)
-        store(&state->bytes_pushed_peer, load(&state->bytes_pushed_peer) + load(&h->rows_peer) * p.rank.dims.hidden * 2);
+    const bool data = p.operation == MK_OP_BACKWARD && p.parts != 2; /* MOK_BACKWARD_WEIGHTS */
+    if (p.operation == MK_OP_FORWARD || data)
+        store(&state->bytes_pushed_peer, load(&state->bytes_pushed_peer) + load(&h->rows_peer) * (p.rank.dims.hidden * 2 + (data ? 4 : 0)));
+    if (p.want_weights)
+        store(&state->wgrad_continued, load(&state->wgrad_continued) + load(&h->wgrad_continued));
 }
 
 /* 128 threads, one block, after the call's first barrier. Every rank reads the same heads, so all come to the same end; a rank

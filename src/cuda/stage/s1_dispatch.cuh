@@ -1,4 +1,5 @@
-/* s1_dispatch on the device: rows of x from their ranks' heaps, or from an earlier row of the same token, into the ring.
+/* s1_dispatch on the device: rows of x (in the backward: of dout, and of x where it is needed) from their ranks' heaps, or from an
+ * earlier row of the same token, into the ring. The forward walks the table down, the backward up.
  *
  * A warp takes 32 neighbouring rows at a time (a quarter of a tile), a lane for each row: what is known about the rows is read by
  * all lanes at once, then the lanes move their rows through slots of shared memory by bulk copies, heap or ring -> slot -> ring, half of
@@ -24,24 +25,32 @@ static_assert(sizeof(DispatchShared) <= MK_DISPATCH_SHARED, "shared memory of a 
 /* A lane's row. */
 struct DispatchRow {
     int64_t row;              /* of the table */
-    const uint8_t *source;    /* null: nothing to move (padding, or written together with the row it copies) */
+    bool moves;               /* false: padding, or written together with the row it copies */
     int32_t from;             /* table row it is copied from, -1: pulled */
-    bool waits;               /* `from` must be there first */
+    bool waits;               /* copied in the ring: `from` must be there first */
     int32_t duplicates;       /* rows behind it in the walk that are copies of it in the same tile */
     bool remote;
+    float weight;             /* of its route (backward) */
+    const uint8_t *heap;      /* of the token's rank; null: padding */
+    int64_t token;            /* there */
 };
+
+/* What is moved: from where in a heap to where in the ring. */
+struct DispatchPayload { int64_t heap_offset, ring_offset; };
 
 /* One warp. What it takes to move rows, whoever asks for them. */
 struct Dispatch {
     const mk_rank_params &r;
     mk_table t;
     DispatchShared &s;
-    const mk_walk *walk;      /* fused: its readers free the ring's slots; null: launches do */
+    const mk_walk *walk;      /* fused: its readers free the ring's slots; null: launches do (forward and recompute only) */
+    const bool backward;
+    bool need_x = true;
     uint32_t parities = 0;    /* bit s: parity of the next filling of slot s */
     int64_t pulled = 0, pulled_peer = 0, copied = 0; /* this lane's */
 
     MK_MEMBER Dispatch(const mk_rank_params &rank, const mk_table &table, DispatchShared &shared, const mk_walk *fused)
-        : r(rank), t(table), s(shared), walk(fused)
+        : r(rank), t(table), s(shared), walk(fused), backward(fused && fused->pass == MK_PASS_BACKWARD)
     {
         if (lane_idx() < DISPATCH_MAX_SLOTS)
             mbar_init(smem_addr(&s.full[lane_idx()]), 1);
@@ -50,32 +59,51 @@ struct Dispatch {
         sync_warp();
     }
 
-    MK_MEMBER uint8_t *ring_at(int64_t row) const
+    MK_MEMBER uint8_t *ring_at(const DispatchPayload &what, int64_t row) const
     {
-        return in_local<uint8_t>(r, r.memory.ring_x) + (ring_row(r.dims, row / MK_ROW_TILE) + row % MK_ROW_TILE) * r.dims.hidden * 2;
+        return in_local<uint8_t>(r, what.ring_offset) + (ring_row(r.dims, row / MK_ROW_TILE) + row % MK_ROW_TILE) * r.dims.hidden * 2;
+    }
+    MK_MEMBER const uint8_t *source(const DispatchPayload &what, const DispatchRow &d) const
+    {
+        return d.waits ? ring_at(what, d.from) : d.heap + what.heap_offset + d.token * r.dims.hidden * 2;
     }
 
-    MK_MEMBER bool copies_neighbour(int64_t row) const { return load(&t.rows[row].src_rank) >= 0 && load(&t.rows[row].copy_fwd) == row + 1; }
+    /* n rows further along the walk; where a row's copy comes from; is `row` the last of its tile? */
+    MK_MEMBER int64_t ahead(int64_t row, int64_t n) const { return backward ? row + n : row - n; }
+    MK_MEMBER int32_t copy_of(const mk_row &record) const { return backward ? record.copy_bwd : record.copy_fwd; }
+    MK_MEMBER bool ends_tile(int64_t row) const { return row % MK_ROW_TILE == (backward ? MK_ROW_TILE - 1 : 0); }
+    MK_MEMBER bool copies_neighbour(int64_t row) const
+    {
+        const mk_row record = load(&t.rows[row]);
+        return record.src_rank >= 0 && copy_of(record) == ahead(row, -1);
+    }
 
-    /* Lane i looks at row top - i, as the walk does; a batch lies in one tile. */
-    MK_MEMBER DispatchRow look_at(int64_t top) const
+    /* Lane i looks at the i-th row from `start` on, as the walk does; a batch lies in one tile. */
+    MK_MEMBER DispatchRow look_at(int64_t start) const
     {
         DispatchRow d = {};
-        d.row = top - lane_idx();
+        d.row = ahead(start, lane_idx());
         const mk_row record = load(&t.rows[d.row]);
-        const bool exists = record.src_rank >= 0, in_tile = exists && record.copy_fwd >= 0 && record.copy_fwd / MK_ROW_TILE == d.row / MK_ROW_TILE;
+        const int32_t from = copy_of(record);
+        const bool exists = record.src_rank >= 0, in_tile = exists && from >= 0 && from / MK_ROW_TILE == d.row / MK_ROW_TILE;
         const uint32_t behind = ballot(in_tile) >> lane_idx() >> 1; /* lanes behind this one that copy their neighbour */
-        d.from = exists ? record.copy_fwd : -1;
+        d.from = exists ? from : -1;
         d.remote = record.src_rank != r.dims.rank;
-        if (!exists || in_tile)
+        if (!exists)
             return d;
+        d.heap = in_peer<uint8_t>(r, record.src_rank, 0);
+        d.token = record.src_slot / r.dims.topk;
+        if (backward)
+            d.weight = load(reinterpret_cast<const float *>(d.heap + r.memory.router_weights) + record.src_slot);
+        if (in_tile)
+            return d;
+        d.moves = true;
         d.duplicates = (int32_t)population_count(behind & ~(behind + 1)); /* ones before the first zero */
         if (lane_idx() + (uint32_t)d.duplicates == DISPATCH_BATCH - 1) /* they may go on in the next batch */
-            while ((d.row - d.duplicates) % MK_ROW_TILE != 0 && copies_neighbour(d.row - d.duplicates - 1))
+            while (!ends_tile(ahead(d.row, d.duplicates)) && copies_neighbour(ahead(d.row, d.duplicates + 1)))
                 d.duplicates++;
         /* A copy saves the link. A token of this rank has its row here anyway, as near as the ring, and without waiting for it. */
         d.waits = d.from >= 0 && d.remote;
-        d.source = d.waits ? ring_at(d.from) : in_peer<uint8_t>(r, record.src_rank, r.memory.x) + record.src_slot / r.dims.topk * r.dims.hidden * 2;
         return d;
     }
 
@@ -93,7 +121,7 @@ struct Dispatch {
     /* All rows of the tile to copy from are there. Acquire: pairs with the release in announce of whoever moved them. */
     MK_MEMBER void wait_source(const DispatchRow &d) const
     {
-        if (!d.source || !d.waits)
+        if (!d.waits)
             return;
         const int64_t tile = d.from / MK_ROW_TILE;
         wait_flag_at_least_gpu(counter_at(r, MK_COUNTER_s1_rows_arrived, tile), (uint32_t)mk_valid_rows(&t, tile), "s1_dispatch: tile to copy from");
@@ -101,33 +129,33 @@ struct Dispatch {
 
     /* ---- moving ---- */
 
-    MK_MEMBER void load_piece(const DispatchRow &d, uint32_t slot, uint32_t slot_bytes, int64_t at, uint32_t bytes) const
+    MK_MEMBER void load_piece(const DispatchPayload &what, const DispatchRow &d, uint32_t slot, uint32_t slot_bytes, int64_t at, uint32_t bytes) const
     {
         const uint32_t bar = smem_addr(&s.full[slot]);
         mbar_arrive_expect_tx_release_cta(bar, bytes);
-        bulk_load(smem_addr(s.area) + slot * slot_bytes, d.source + at, bytes, bar);
+        bulk_load(smem_addr(s.area) + slot * slot_bytes, source(what, d) + at, bytes, bar);
     }
 
-    MK_MEMBER void store_piece(const DispatchRow &d, uint32_t slot, uint32_t slot_bytes, int64_t at, uint32_t bytes, uint32_t parity) const
+    MK_MEMBER void store_piece(const DispatchPayload &what, const DispatchRow &d, uint32_t slot, uint32_t slot_bytes, int64_t at, uint32_t bytes, uint32_t parity) const
     {
         wait_mbar(smem_addr(&s.full[slot]), parity, "s1_dispatch: piece of a row");
         for (int32_t i = 0; i <= d.duplicates; i++)
-            bulk_store(ring_at(d.row - i) + at, smem_addr(s.area) + slot * slot_bytes, bytes);
+            bulk_store(ring_at(what, ahead(d.row, i)) + at, smem_addr(s.area) + slot * slot_bytes, bytes);
         bulk_commit();
     }
 
     /* The batch's rows, packed: the n-th lane that has one takes slot n mod slots. Groups of half the slots: group g is loaded
      * while group g - 1 is stored. */
-    template <uint32_t Slots> MK_MEMBER void move_batch(const DispatchRow &d)
+    template <uint32_t Slots> MK_MEMBER void move_batch(const DispatchPayload &what, const DispatchRow &d)
     {
         constexpr uint32_t half = Slots / 2, slot_bytes = MK_DISPATCH_AREA / Slots;
-        const uint32_t movers = ballot(d.source != nullptr), count = population_count(movers), bytes = (uint32_t)(r.dims.hidden * 2);
+        const uint32_t movers = ballot(d.moves), count = population_count(movers), bytes = (uint32_t)(r.dims.hidden * 2);
         const uint32_t mine = population_count(movers & ((1u << lane_idx()) - 1)), slot = mine % Slots, groups = (count + half - 1) / half;
         for (uint32_t g = 0; g <= groups; g++) {
-            if (d.source && mine / half == g)
-                load_piece(d, slot, slot_bytes, 0, bytes);
-            if (d.source && mine / half + 1 == g) {
-                store_piece(d, slot, slot_bytes, 0, bytes, (parities >> slot ^ mine / Slots) & 1);
+            if (d.moves && mine / half == g)
+                load_piece(what, d, slot, slot_bytes, 0, bytes);
+            if (d.moves && mine / half + 1 == g) {
+                store_piece(what, d, slot, slot_bytes, 0, bytes, (parities >> slot ^ mine / Slots) & 1);
                 bulk_wait_read<0>(); /* group g + 1 takes the slot */
             }
             sync_warp();
@@ -137,9 +165,9 @@ struct Dispatch {
     }
 
     /* Rows longer than half the area: one at a time, in pieces, through slot 0. */
-    MK_MEMBER void move_long_rows(const DispatchRow &d)
+    MK_MEMBER void move_long_rows(const DispatchPayload &what, const DispatchRow &d)
     {
-        const uint32_t movers = ballot(d.source != nullptr);
+        const uint32_t movers = ballot(d.moves);
         const int64_t bytes = r.dims.hidden * 2;
         for (uint32_t lane = 0; lane < DISPATCH_BATCH; lane++) {
             if (!(movers >> lane & 1))
@@ -147,8 +175,8 @@ struct Dispatch {
             for (int64_t at = 0; at < bytes; at += MK_DISPATCH_AREA, parities ^= 1) {
                 const uint32_t piece = (uint32_t)mk_min(bytes - at, MK_DISPATCH_AREA);
                 if (lane_idx() == lane) {
-                    load_piece(d, 0, MK_DISPATCH_AREA, at, piece);
-                    store_piece(d, 0, MK_DISPATCH_AREA, at, piece, parities & 1);
+                    load_piece(what, d, 0, MK_DISPATCH_AREA, at, piece);
+                    store_piece(what, d, 0, MK_DISPATCH_AREA, at, piece, parities & 1);
                     bulk_wait_read<0>();
                 }
                 sync_warp();
@@ -162,37 +190,47 @@ struct Dispatch {
     {
         bulk_wait<0>(); /* written, visibly to this lane */
         sync_warp();
-        const uint32_t rows = d.source ? 1 + (uint32_t)d.duplicates : 0, duplicates = d.source ? (uint32_t)d.duplicates : 0;
+        const uint32_t rows = d.moves ? 1 + (uint32_t)d.duplicates : 0, duplicates = d.moves ? (uint32_t)d.duplicates : 0;
         const uint32_t all_rows = sum_of_warp(rows), all_duplicates = sum_of_warp(duplicates);
         if (lane_idx() == 0 && all_rows)
             flag_add_release_gpu(counter_at(r, MK_COUNTER_s1_rows_arrived, tile), all_rows);
         if (lane_idx() == 0 && all_duplicates)
             flag_add_release_gpu(counter_at(r, MK_COUNTER_s1_copies_done, tile), all_duplicates);
-        if (d.source && d.from >= 0) /* a reader of the other tile's slot less */
+        if (d.moves && d.from >= 0) /* a reader of the other tile's slot less */
             flag_add_release_gpu(counter_at(r, MK_COUNTER_s1_copies_done, d.from / MK_ROW_TILE), 1);
     }
 
-    template <uint32_t Slots> MK_MEMBER void move_rows(int64_t top)
+    template <uint32_t Slots> MK_MEMBER void move_payload(const DispatchPayload &what, const DispatchRow &d)
     {
-        const int64_t tile = top / MK_ROW_TILE;
-        const DispatchRow d = look_at(top);
+        if constexpr (Slots == 1)
+            move_long_rows(what, d);
+        else
+            move_batch<Slots>(what, d);
+    }
+
+    template <uint32_t Slots> MK_MEMBER void move_rows(int64_t start)
+    {
+        const int64_t tile = start / MK_ROW_TILE;
+        const DispatchRow d = look_at(start);
         wait_slot(tile);
         wait_source(d);
         fence_proxy_async_global(); /* rows to copy were announced to plain loads; bulk copies read them */
         sync_warp();
-        if constexpr (Slots == 1)
-            move_long_rows(d);
-        else
-            move_batch<Slots>(d);
+        if (backward && d.heap)
+            store(in_local<float>(r, r.memory.ring_weight) + ring_row(r.dims, tile) + d.row % MK_ROW_TILE, d.weight);
+        if (backward)
+            move_payload<Slots>({r.memory.dout, r.memory.ring_dout}, d);
+        if (need_x)
+            move_payload<Slots>({r.memory.x, r.memory.ring_x}, d);
         announce(d, tile);
-        if (!d.source)
+        if (!d.moves)
             return;
         copied += (d.from >= 0) + d.duplicates;
         pulled += d.from < 0;
         pulled_peer += d.from < 0 && d.remote;
     }
 
-    template <uint32_t Slots> MK_MEMBER void move_drawn(uint32_t *ticket, int64_t last, int64_t num_rows)
+    template <uint32_t Slots> MK_MEMBER void move_drawn(uint32_t *ticket, int64_t start, int64_t num_rows)
     {
         for (;;) {
             uint32_t batch = 0;
@@ -201,25 +239,26 @@ struct Dispatch {
             batch = shuffle(batch, 0);
             if ((int64_t)batch * DISPATCH_BATCH >= num_rows)
                 return;
-            move_rows<Slots>(last - (int64_t)batch * DISPATCH_BATCH);
+            move_rows<Slots>(ahead(start, (int64_t)batch * DISPATCH_BATCH));
         }
     }
 
-    /* Table rows last, last - 1, … (whole tiles), as many batches of them as this warp draws. */
-    MK_MEMBER void move_all(uint32_t *ticket, int64_t last, int64_t num_rows)
+    /* num_rows table rows from `start` on (whole tiles), as many batches of them as this warp draws. */
+    MK_MEMBER void move_all(uint32_t *ticket, int64_t start, int64_t num_rows)
     {
         const int64_t fit = MK_DISPATCH_AREA / (r.dims.hidden * 2);
         if (fit >= 8)
-            move_drawn<8>(ticket, last, num_rows);
+            move_drawn<8>(ticket, start, num_rows);
         else if (fit >= 4)
-            move_drawn<4>(ticket, last, num_rows);
+            move_drawn<4>(ticket, start, num_rows);
         else if (fit >= 2)
-            move_drawn<2>(ticket, last, num_rows);
+            move_drawn<2>(ticket, start, num_rows);
         else
-            move_drawn<1>(ticket, last, num_rows);
+            move_drawn<1>(ticket, start, num_rows);
         mk_device_state *state = device_state(r);
         counter_add_relaxed_gpu(reinterpret_cast<uint64_t *>(&state->rows_pulled), (uint64_t)pulled);
         counter_add_relaxed_gpu(reinterpret_cast<uint64_t *>(&state->rows_pulled_peer), (uint64_t)pulled_peer);
+        counter_add_relaxed_gpu(reinterpret_cast<uint64_t *>(&state->row_moves_peer), (uint64_t)pulled_peer * (need_x + backward));
         counter_add_relaxed_gpu(reinterpret_cast<uint64_t *>(&state->rows_copied), (uint64_t)copied);
     }
 };

@@ -21,12 +21,12 @@ MK_DEVICE void unpack_bf16(const Vec4 &v, float (&f)[8])
 MK_DEVICE Vec4 pack_bf16x8(const float (&f)[8]) { return {pack_bf16(f[0], f[1]), pack_bf16(f[2], f[3]), pack_bf16(f[4], f[5]), pack_bf16(f[6], f[7])}; }
 
 /* s = sigmoid(<x, wgate>): each thread sums its columns ascending, then a tree over the threads. All threads get it. */
-MK_DEVICE float shared_scale(const mk_combine_params &p, int64_t token)
+MK_DEVICE float shared_scale(const mk_rank_params &r, const void *tokens, const void *output_gate, int64_t token)
 {
     float *sums = static_cast<float *>(shared_base()); /* [COMBINE_THREADS] */
     const uint32_t thread = thread_idx();
-    const int64_t hidden = p.rank.dims.hidden;
-    const bf16 *x = static_cast<const bf16 *>(p.x) + token * hidden, *gate = static_cast<const bf16 *>(p.shared_output_gate);
+    const int64_t hidden = r.dims.hidden;
+    const bf16 *x = static_cast<const bf16 *>(tokens) + token * hidden, *gate = static_cast<const bf16 *>(output_gate);
     float sum = 0.0f;
     for (int64_t c = thread; c < hidden; c += COMBINE_THREADS)
         sum = fused_multiply_add(bf16_to_float(load(&x[c])), bf16_to_float(load(&gate[c])), sum);
@@ -86,7 +86,7 @@ MK_DEVICE void s5_combine(const mk_combine_params &p)
     if (!p.out) /* recompute: only the context is made */
         return;
     for (int64_t token = block_idx(); token < p.num_tokens; token += num_blocks()) {
-        const float scale = r.shared_gate ? shared_scale(p, token) : 1.0f;
+        const float scale = r.shared_gate ? shared_scale(r, p.x, p.shared_output_gate, token) : 1.0f;
         for (int64_t col = thread_idx() * 8; col < r.dims.hidden; col += COMBINE_THREADS * 8)
             combine_columns(p, t, token, col, scale);
     }

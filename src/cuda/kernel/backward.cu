@@ -1,0 +1,47 @@
+/* The backward's entries. What the roles do is in stage/backward.cuh. */
+#include "cuda/stage/backward.cuh"
+#include "cuda/stage/s5_combine_bwd.cuh"
+
+using namespace mk;
+
+MK_ENTRY MK_KERNEL(kGemmThreads) mok_backward_fused(MK_KERNEL_PARAM mk_backward_params p)
+{
+    BackwardShared &s = *static_cast<BackwardShared *>(shared_base());
+    const mk_table t = mk_table_at(&p.rank.memory, p.schedule);
+    const uint32_t warp = warp_idx();
+    if (thread_idx() == 0)
+        backward_init(p, t, s);
+    barrier_cluster_arrive_release();
+    barrier_cluster_wait_acquire();
+    if (warp >= kFirstMathWarp) {
+        registers_raise<kBackwardRegistersMath>();
+        BackwardMath{p, s}.run(warp / 4 - 1);
+    } else {
+        registers_lower<kBackwardRegistersOther>();
+        BackwardProgram program = {p, s, t};
+        if (warp == 0 && lane_idx() == 0)
+            backward_load(p, s);
+        else if (warp == 1 && lane_idx() == 0 && cluster_rank() == 0)
+            gemm_schedule(s.gemm, program);
+        else if (warp == 2)
+            backward_dispatch(p, t, s);
+        else if (warp == 3)
+            backward_wait(p, t, s);
+        sync_warp();
+    }
+    /* Nobody leaves while a CTA of the cluster may still arrive here or send data. */
+    barrier_cluster_arrive_release();
+    barrier_cluster_wait_acquire();
+}
+
+MK_ENTRY MK_KERNEL(256) mok_shared_scale(MK_KERNEL_PARAM mk_combine_bwd_params p)
+{
+    if (!skipped(p.rank))
+        shared_scales(p);
+}
+
+MK_ENTRY MK_KERNEL(256) mok_s5_combine_bwd(MK_KERNEL_PARAM mk_combine_bwd_params p)
+{
+    if (!skipped(p.rank))
+        s5_combine_bwd(p);
+}

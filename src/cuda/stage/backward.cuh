@@ -1,0 +1,488 @@
+/* The fused backward: one persistent launch that walks all tasks of the pass (layout/walk.h), first minibatch to last, while one warp of
+ * every CTA moves rows. The roles are the fused forward's (forward.cuh); there are more kinds of tasks:
+ *
+ *   kind            operands (A, B), contraction                    epilogue
+ *   gate_up         ring_x, gate and up weights; H                  replay: gate, up into the ring
+ *   dgrad_down      ring_dout, down weights as they lie; H          s4_down_bwd.cuh
+ *   dgrad_gate_up   ring_gate then ring_up (dgate, dup), weights    s2_gate_up_bwd.cuh: pushes dx and dw
+ *                   as they lie; I twice
+ *   wgrad           two ring buffers as they lie; rows of a piece   wgrad.cuh
+ *
+ * and the same for the shared expert over this rank's tokens. With params.kind the launch runs one stage of one step instead, which makes
+ * the staged backward out of the same code. */
+#ifndef MK_STAGE_BACKWARD_CUH
+#define MK_STAGE_BACKWARD_CUH
+
+#include "cuda/stage/forward.cuh"
+#include "cuda/stage/s2_gate_up_bwd.cuh"
+#include "cuda/stage/s4_down_bwd.cuh"
+#include "cuda/stage/wgrad.cuh"
+
+namespace mk {
+
+typedef TileForward TileBackward;
+
+/* The epilogue of s4_down_bwd takes all that the other roles can spare. */
+constexpr int kBackwardRegistersMath = 208, kBackwardRegistersOther = 88;
+static_assert(kBackwardRegistersOther + 2 * kBackwardRegistersMath <= 3 * 168, "registers of 384 threads");
+
+/* What a math warp knows while it is in an epilogue, whose accumulators leave no register for it. */
+struct MathState {
+    GemmTask task;
+    RingCursor<kTaskSlots> tasks;
+    RingCursor<TileBackward::stages> stages;
+    uint32_t turn;
+};
+
+struct BackwardShared {
+    GemmShared<TileBackward> gemm;
+    DispatchShared dispatch;
+    mk_walk walk;
+    uint32_t first, end;        /* task numbers of this launch */
+    uint64_t ready[kTaskSlots]; /* one arrival of the wait role: the operands of the task in that slot are there */
+    MathState math[kMathWarps];
+};
+static_assert(sizeof(BackwardShared) == MK_BACKWARD_SHARED, "what the host asks for");
+
+MK_DEVICE bool is_shared_task(int32_t kind) { return kind >= MK_TASK_SHARED_GATE_UP && kind <= MK_TASK_SHARED_WGRAD; }
+/* The routed kind that computes the same. */
+MK_DEVICE int32_t stage_of(int32_t kind)
+{
+    switch (kind) {
+    case MK_TASK_SHARED_GATE_UP: return MK_TASK_GATE_UP;
+    case MK_TASK_SHARED_DGRAD_DOWN: return MK_TASK_DGRAD_DOWN;
+    case MK_TASK_SHARED_DGRAD_GATE_UP: return MK_TASK_DGRAD_GATE_UP;
+    case MK_TASK_SHARED_WGRAD: return MK_TASK_WGRAD;
+    default: return kind;
+    }
+}
+
+/* ---- the walk ---- */
+
+/* Are the shared expert's gate and up in the context? */
+MK_DEVICE bool shared_is_saved(const mk_backward_params &p) { return p.context && p.rank.dims.saved_tiles > 0; }
+
+MK_DEVICE mk_grid backward_grid(const mk_backward_params &p)
+{
+    constexpr int64_t pair = TileBackward::cols * TileBackward::cluster;
+    const mk_dims &d = p.rank.dims;
+    mk_grid g = {};
+    g.gate_up = (int32_t)mk_ceil_div(2 * d.intermediate, pair);
+    g.dgrad_down = (int32_t)mk_ceil_div(d.intermediate, pair);
+    g.shared_gate_up = shared_is_saved(p) ? 0 : (int32_t)mk_ceil_div(2 * d.shared_intermediate, pair);
+    g.shared_dgrad_down = (int32_t)mk_ceil_div(d.shared_intermediate, pair);
+    if (p.want_data)
+        g.dgrad_gate_up = g.shared_dgrad_gate_up = (int32_t)mk_ceil_div(d.hidden, pair);
+    if (p.want_weights) {
+        g.wgrad = WgradGrid::count(p.grads, d.hidden, d.intermediate);
+        g.shared_wgrad = d.shared_intermediate ? WgradGrid::count(p.shared_grads, d.hidden, d.shared_intermediate) : 0;
+    }
+    g.group_tiles = 16;
+    g.raises = (int32_t)(TileBackward::cluster * kWarpsPerTile<TileBackward>);
+    return g;
+}
+
+MK_DEVICE mk_walk backward_walk(const mk_backward_params &p, const mk_table &t)
+{
+    const mk_dims &d = p.rank.dims;
+    mk_walk w = {};
+    w.pass = MK_PASS_BACKWARD;
+    w.mb_tiles = d.mb_tiles_bwd;
+    w.piece_first = t.piece_first;
+    if (!skipped(p.rank)) {
+        w.grid = backward_grid(p);
+        w.num_tiles = load(&t.head->num_tiles);
+        w.num_pieces = load(&t.head->num_pieces);
+        w.shared_tiles = d.shared_intermediate ? mk_ceil_div(p.num_tokens, MK_ROW_TILE) : 0;
+        w.replay_from = p.context ? mk_min(d.saved_tiles, w.num_tiles) : 0;
+    }
+    mk_walk_count(&w);
+    return w;
+}
+
+MK_DEVICE void backward_init(const mk_backward_params &p, const mk_table &t, BackwardShared &s)
+{
+    gemm_init(s.gemm, 1);
+    for (uint32_t i = 0; i < kTaskSlots; i++)
+        mbar_init(smem_addr(&s.ready[i]), 1);
+    fence_mbar_init_release_cluster();
+    s.walk = backward_walk(p, t);
+    int64_t first = 0, end = s.walk.num_tasks;
+    if (p.kind)
+        mk_walk_range(&s.walk, (mk_task_kind)p.kind, p.step, &first, &end);
+    s.first = (uint32_t)first;
+    s.end = (uint32_t)end;
+}
+
+/* ---- the program ---- */
+
+struct BackwardProgram {
+    const mk_backward_params &p;
+    BackwardShared &s;
+    mk_table t;
+
+    MK_MEMBER uint32_t next() const { return s.first + ticket_take_relaxed_gpu(&device_state(p.rank)->tickets[0], 1); }
+
+    MK_MEMBER bool task(uint32_t number, uint32_t rank, GemmTask &task) const
+    {
+        const mk_task next = number < s.end ? mk_walk_task(&s.walk, number) : mk_task_make(MK_TASK_NONE, 0, 0);
+        if (next.kind == MK_TASK_NONE)
+            return false;
+        task.kind = next.kind;
+        task.tag = next.tile;
+        if (stage_of(next.kind) == MK_TASK_WGRAD)
+            wgrad_task(next, rank, task);
+        else
+            row_task(next, rank, task);
+        return true;
+    }
+
+private:
+    MK_MEMBER void row_task(const mk_task &next, uint32_t rank, GemmTask &task) const
+    {
+        const mk_dims &d = p.rank.dims;
+        const bool shared = is_shared_task(next.kind);
+        const int32_t stage = stage_of(next.kind), cols = (int32_t)(stage == MK_TASK_GATE_UP ? TileBackward::cols / 2 : TileBackward::cols);
+        const int64_t width = shared ? d.shared_intermediate : d.intermediate;
+        task.col = (next.part * (int32_t)TileBackward::cluster + (int32_t)rank) * cols;
+        task.num_k_blocks = (int32_t)((stage == MK_TASK_DGRAD_GATE_UP ? 2 * width : d.hidden) / kBlockK);
+        task.out_row = next.tile * MK_ROW_TILE;
+        if (shared) {
+            task.row = task.out_row;
+            task.num_rows = (int32_t)mk_min(p.num_tokens - task.out_row, MK_ROW_TILE);
+            return;
+        }
+        task.expert = (int32_t)mk_expert_of_tile(&t, next.tile);
+        task.row = (int32_t)ring_row(d, next.tile);
+        task.num_rows = (int32_t)mk_valid_rows(&t, next.tile);
+    }
+
+    MK_MEMBER void wgrad_task(const mk_task &next, uint32_t rank, GemmTask &task) const
+    {
+        const mk_dims &d = p.rank.dims;
+        const bool shared = is_shared_task(next.kind);
+        const WgradPart part = WgradGrid::at(shared ? p.shared_grads : p.grads, d.hidden, shared ? d.shared_intermediate : d.intermediate, next.part);
+        int32_t flags = WGRAD_FIRST | WGRAD_LAST;
+        task.num_rows = (int32_t)p.num_tokens;
+        if (!shared) {
+            const mk_piece piece = load(&t.pieces[next.tile]);
+            flags = (piece.is_first ? WGRAD_FIRST : 0) | (piece.is_last ? WGRAD_LAST : 0);
+            task.num_rows = piece.rows;
+            task.row = (int32_t)ring_row(d, piece.tile_first);
+            task.expert = piece.expert;
+        }
+        task.kind |= part.matrix << WGRAD_MATRIX_SHIFT | flags;
+        task.out_row = part.row;
+        task.col = part.col + (int32_t)(rank * TileBackward::cols);
+        /* A contraction over nothing is one block, all of it zeroed. */
+        task.num_k_blocks = (int32_t)mk_max(mk_ceil_div(task.num_rows, kBlockK), 1);
+    }
+};
+
+/* ---- the load role ---- */
+
+/* One K block of a task as boxes: A's share of this CTA at (a_x, a_y), B's halves at (b_x, b_y) and the high one next to it. */
+struct BackwardBoxes {
+    const mk_tensor_map *a, *b_low, *b_high;
+    int32_t a_x, a_y, b_x, b_y, high_x, b_depth;
+    bool b_is_stack;
+};
+
+struct BackwardLoad {
+    const mk_backward_params &p;
+
+    MK_MEMBER BackwardBoxes boxes(const GemmTask &task, int32_t k) const
+    {
+        const int32_t kind = task.kind & TASK_KIND_MASK;
+        const bool shared = is_shared_task(kind);
+        const int32_t x = k * (int32_t)kBlockK, half = (int32_t)(cluster_rank() * kBoxRowsA<TileBackward>);
+        switch (stage_of(kind)) {
+        case MK_TASK_GATE_UP:
+            return {shared ? &p.shared_x : &p.ring_x, shared ? &p.shared_gate : &p.gate, shared ? &p.shared_up : &p.up, x, task.row + half, x, task.col, x, task.expert, true};
+        case MK_TASK_DGRAD_DOWN: {
+            const mk_tensor_map *down = shared ? &p.shared_down : &p.down;
+            return {shared ? &p.shared_dout : &p.ring_dout, down, down, x, task.row + half, task.col, x, task.col + 64, task.expert, true};
+        }
+        case MK_TASK_DGRAD_GATE_UP: { /* the first half of the blocks is dgate's, the second dup's */
+            const int32_t middle = task.num_k_blocks / 2;
+            const bool up = k >= middle;
+            const int32_t y = (up ? k - middle : k) * (int32_t)kBlockK;
+            const mk_tensor_map *a = up ? (shared ? &p.shared_dup : &p.ring_up) : (shared ? &p.shared_dgate : &p.ring_gate);
+            const mk_tensor_map *b = up ? (shared ? &p.shared_up : &p.up) : (shared ? &p.shared_gate : &p.gate);
+            return {a, b, b, y, task.row + half, task.col, y, task.col + 64, task.expert, true};
+        }
+        default: return wgrad_boxes(task, shared, x, half);
+        }
+    }
+
+    MK_MEMBER BackwardBoxes wgrad_boxes(const GemmTask &task, bool shared, int32_t x, int32_t half) const
+    {
+        const int32_t ring_rows = (int32_t)MK_RING_ROWS(&p.rank.dims), matrix = wgrad_matrix(task);
+        int32_t y = task.row + x;
+        if (!shared && y >= ring_rows) /* a piece may go over the ring's end, once */
+            y -= ring_rows;
+        const mk_tensor_map *left = shared ? &p.shared_dout : &p.ring_dout, *right = shared ? &p.shared_wh : &p.ring_h;
+        if (matrix != MK_GRAD_DOWN)
+            right = shared ? &p.shared_x : &p.ring_x;
+        if (matrix == MK_GRAD_GATE)
+            left = shared ? &p.shared_dgate : &p.ring_gate;
+        if (matrix == MK_GRAD_UP)
+            left = shared ? &p.shared_dup : &p.ring_up;
+        return {left, right, right, task.out_row + half, y, task.col, y, task.col + 64, 0, false};
+    }
+
+    MK_MEMBER void stage(GemmShared<TileBackward> &s, uint32_t stage, const BackwardBoxes &at) const
+    {
+        const uint32_t full = smem_addr(&s.full[stage]), a = smem_addr(s.a[stage]) + cluster_rank() * kHalfBytes, b = smem_addr(s.b[stage]);
+        mbar_arrive_expect_tx_release_cta(full, kStageBytes<TileBackward>);
+        tma_load_2d_multicast(a, at.a, at.a_x, at.a_y, full, (1 << TileBackward::cluster) - 1);
+        if (at.b_is_stack) {
+            tma_load_3d(b, at.b_low, at.b_x, at.b_y, at.b_depth, full);
+            tma_load_3d(b + kHalfBytes, at.b_high, at.high_x, at.b_y, at.b_depth, full);
+        } else {
+            tma_load_2d(b, at.b_low, at.b_x, at.b_y, full);
+            tma_load_2d(b + kHalfBytes, at.b_high, at.high_x, at.b_y, full);
+        }
+    }
+};
+
+/* One thread of each CTA: what the wait role has found to be there. Rows were written by plain stores; the copy engine reads them next. */
+MK_DEVICE void backward_load(const mk_backward_params &p, BackwardShared &s)
+{
+    const BackwardLoad load = {p};
+    TaskReader<TileBackward> tasks;
+    RingCursor<TileBackward::stages> at;
+    for (;; tasks.at.next()) {
+        const GemmTask task = tasks.wait(s.gemm);
+        wait_mbar(smem_addr(&s.ready[tasks.at.slot]), tasks.at.parity, "backward_load: operands of a task are ready");
+        fence_proxy_async_global();
+        tasks.release(s.gemm);
+        if (task.num_k_blocks == 0)
+            return;
+        for (int32_t k = 0; k < task.num_k_blocks; k++, at.next()) {
+            const BackwardBoxes boxes = load.boxes(task, k);
+            wait_mbar(smem_addr(&s.gemm.empty[at.slot]), at.parity ^ 1, "backward_load: free stage");
+            load.stage(s.gemm, at.slot, boxes);
+        }
+    }
+}
+
+/* ---- the wait role ---- */
+
+/* One warp of each CTA, tasks ahead of the load thread; its lanes share the counters of a need. Acquire: what a task reads has been
+ * written, what it overwrites has been read; pairs with the releases of s1_dispatch and of BackwardMath. Handed on by the arrive. */
+MK_DEVICE void backward_wait(const mk_backward_params &p, const mk_table &t, BackwardShared &s)
+{
+    TaskReader<TileBackward> tasks;
+    for (;; tasks.at.next()) {
+        const GemmTask task = tasks.wait(s.gemm);
+        const mk_task as_walked = mk_task_make((mk_task_kind)(task.kind & TASK_KIND_MASK), task.tag, 0);
+        mk_need need;
+        for (int i = 0; task.num_k_blocks != 0 && mk_task_need(&s.walk, &t, &p.rank.dims, as_walked, i, &need); i++)
+            for (int32_t index = need.first + (int32_t)lane_idx(); index < need.end; index += 32)
+                wait_flag_at_least_gpu(counter_at(p.rank, need.counter, index), need.count, "backward_wait: operands of a task");
+        sync_warp(); /* what every lane has acquired, lane 0 hands on */
+        if (lane_idx() == 0) {
+            mbar_arrive_release_cta(smem_addr(&s.ready[tasks.at.slot]));
+            tasks.release(s.gemm);
+        }
+        if (task.num_k_blocks == 0)
+            return;
+    }
+}
+
+/* ---- the math role ---- */
+
+/* Where s4_down_bwd finds and leaves things, in the ring or over this rank's tokens. */
+struct GradBuffers {
+    const mk_backward_params &p;
+    const mk_walk &walk;
+
+    MK_MEMBER uint32_t cols(const GemmTask &task) const { return (uint32_t)(is_shared(task) ? p.rank.dims.shared_intermediate : p.rank.dims.intermediate); }
+    MK_MEMBER bf16 *dgate(const GemmTask &task) const { return at<bf16>(task, p.rank.memory.ring_gate, p.rank.memory.shared_gate); }
+    MK_MEMBER bf16 *dup(const GemmTask &task) const { return at<bf16>(task, p.rank.memory.ring_up, p.rank.memory.shared_up); }
+    MK_MEMBER bf16 *weighted_h(const GemmTask &task) const { return at<bf16>(task, p.rank.memory.ring_h, p.rank.memory.shared_h); }
+    MK_MEMBER const float *weights(const GemmTask &task) const { return at<float>(task, p.rank.memory.ring_weight, p.rank.memory.shared_scale); }
+    MK_MEMBER float *partial(const GemmTask &task) const { return at<float>(task, p.rank.memory.ring_dweight, p.rank.memory.shared_dpartial); }
+    MK_MEMBER const bf16 *gate(const GemmTask &task) const { return is_saved(task) ? saved(task, p.rank.memory.saved_gate, p.rank.memory.saved_shared_gate) : dgate(task); }
+    MK_MEMBER const bf16 *up(const GemmTask &task) const { return is_saved(task) ? saved(task, p.rank.memory.saved_up, p.rank.memory.saved_shared_up) : dup(task); }
+
+private:
+    static MK_MEMBER bool is_shared(const GemmTask &task)
+    {
+        uint32_t kind = (uint32_t)task.kind;
+        pin_register(kind);
+        return is_shared_task((int32_t)kind);
+    }
+    template <class T> MK_MEMBER T *at(const GemmTask &task, int64_t routed, int64_t shared) const { return in_local<T>(p.rank, is_shared(task) ? shared : routed); }
+    MK_MEMBER bool is_saved(const GemmTask &task) const { return is_shared(task) ? shared_is_saved(p) : task.tag < walk.replay_from; }
+    /* The context's rows are numbered as the table's. */
+    MK_MEMBER const bf16 *saved(const GemmTask &task, int64_t routed, int64_t shared) const
+    {
+        const bool of_shared = is_shared(task);
+        const int64_t cols = of_shared ? p.rank.dims.shared_intermediate : p.rank.dims.intermediate;
+        return reinterpret_cast<const bf16 *>(static_cast<const char *>(p.context) + (of_shared ? shared : routed)) + ((int64_t)task.out_row - task.row) * cols;
+    }
+};
+
+struct BackwardMath {
+    const mk_backward_params &p;
+    BackwardShared &s;
+
+    /* Release, cumulative over the warp's stores. */
+    MK_MEMBER void signal(int32_t counter, int32_t index) const
+    {
+        sync_warp();
+        if (lane_idx() == 0)
+            flag_add_release_gpu(counter_at(p.rank, counter, index), 1);
+    }
+
+    MK_MEMBER void replay(const GemmTask &task, const Acc<TileBackward> &acc, const WarpOut &out, bool shared) const
+    {
+        const mk_rank_params &r = p.rank;
+        const int64_t cols = shared ? r.dims.shared_intermediate : r.dims.intermediate;
+        const KeepGateUp keep = {in_local<bf16>(r, shared ? r.memory.shared_gate : r.memory.ring_gate),
+                                 in_local<bf16>(r, shared ? r.memory.shared_up : r.memory.ring_up), (uint32_t)cols};
+        keep(task, acc, out);
+        if (!shared && task.col == 0 && warp_idx() % 4 == 0 && lane_idx() == 0)
+            counter_add_relaxed_gpu(reinterpret_cast<uint64_t *>(&device_state(r)->rows_replayed), (uint64_t)task.num_rows);
+        signal(shared ? MK_COUNTER_shared_s2_tasks_done : MK_COUNTER_s2_tasks_done, task.tag);
+    }
+
+    MK_MEMBER void dgrad_down(const GemmTask &task, const Acc<TileBackward> &acc, const WarpOut &out, bool shared) const
+    {
+        const GradBuffers buffers = {p, s.walk};
+        SwigluBackward<GradBuffers>{buffers, p.rank.swiglu_limit}(task, acc, out);
+        signal(shared ? MK_COUNTER_shared_s4_bwd_tasks_done : MK_COUNTER_s4_bwd_tasks_done, task.tag);
+    }
+
+    MK_MEMBER void dgrad_gate_up(const GemmTask &task, const Acc<TileBackward> &acc, const WarpOut &out, bool shared) const
+    {
+        const mk_rank_params &r = p.rank;
+        if (shared)
+            return SharedDx{r, r.shared_gate ? static_cast<const bf16 *>(p.shared_output_gate) : nullptr}(task, acc, out);
+        const mk_row *rows = mk_table_at(&r.memory, p.schedule).rows;
+        if (task.col == 0)
+            push_weight_grads<TileBackward>(r, rows, task, out);
+        /* dgate, dup and the partial sums have been read, and nobody in this launch reads dx: so before the pushes, whose completion a
+         * release would wait for. */
+        signal(MK_COUNTER_s2_bwd_tasks_done, task.tag);
+        StoreRows<SlotRows>{{r, rows, nullptr, r.dims.hidden}}(task, acc, out);
+    }
+
+    MK_MEMBER Wgrad wgrad(bool shared) const
+    {
+        return {p.rank, shared ? p.shared_grads : p.grads, shared ? p.rank.dims.shared_intermediate : p.rank.dims.intermediate};
+    }
+
+    MK_MEMBER void finish_wgrad(const GemmTask &task, const Acc<TileBackward> &acc, const WarpOut &out, bool shared) const
+    {
+        wgrad(shared)(task, acc, out);
+        if (shared)
+            return;
+        sync_warp();
+        if (lane_idx() != 0)
+            return;
+        /* Release: the piece after it goes on from the partial sums, dispatch overwrites the rows. Acquire: whoever is last publishes
+         * everybody's gradients. */
+        const uint32_t before = ticket_take_acq_rel_gpu(counter_at(p.rank, MK_COUNTER_wgrad_tasks_done, task.tag), 1);
+        if (p.ready && task.kind & WGRAD_LAST && before + 1 == (uint32_t)mk_raised(&s.walk.grid, s.walk.grid.wgrad))
+            flag_store_release_sys(&p.ready[task.expert], p.ready_value);
+    }
+
+    MK_MEMBER void finish(const GemmTask &task, const Acc<TileBackward> &acc, const WarpOut &out) const
+    {
+        const int32_t kind = task.kind & TASK_KIND_MASK;
+        const bool shared = is_shared_task(kind);
+        switch (stage_of(kind)) {
+        case MK_TASK_GATE_UP: replay(task, acc, out, shared); break;
+        case MK_TASK_DGRAD_DOWN: dgrad_down(task, acc, out, shared); break;
+        case MK_TASK_DGRAD_GATE_UP: dgrad_gate_up(task, acc, out, shared); break;
+        default: finish_wgrad(task, acc, out, shared); break;
+        }
+    }
+
+    /* The MMAs are waited for before the accumulators meet those of the other kinds again: moving registers under way would serialise. */
+    MK_MEMBER uint32_t continue_task(const GemmTask &task, Acc<TileBackward> &acc, RingCursor<TileBackward::stages> &at, const ZeroTail &tail, const WarpOut &out) const
+    {
+        wgrad(false).preload(task, acc, out);
+        const uint32_t last = multiply_task<MajorOuter, MajorOuter>(s.gemm, acc, at, task.num_k_blocks, 0, true, tail);
+        acc.wait_all();
+        return last;
+    }
+
+    MK_MEMBER uint32_t multiply(const GemmTask &task, Acc<TileBackward> &acc, RingCursor<TileBackward::stages> &at, uint32_t warpgroup, const WarpOut &out) const
+    {
+        const ZeroTail tail = {(uint32_t)(task.num_rows - (task.num_k_blocks - 1) * (int32_t)kBlockK), BARRIER_ZERO_TAIL + warpgroup};
+        switch (stage_of(task.kind & TASK_KIND_MASK)) {
+        case MK_TASK_GATE_UP: return multiply_task<MajorK, MajorK>(s.gemm, acc, at, task.num_k_blocks, 0, false, WholeBlocks());
+        case MK_TASK_DGRAD_DOWN:
+        case MK_TASK_DGRAD_GATE_UP: return multiply_task<MajorK, MajorOuter>(s.gemm, acc, at, task.num_k_blocks, 0, false, WholeBlocks());
+        default:
+            if (task.kind & WGRAD_FIRST)
+                return multiply_task<MajorOuter, MajorOuter>(s.gemm, acc, at, task.num_k_blocks, 0, false, tail);
+            return continue_task(task, acc, at, tail, out);
+        }
+    }
+
+    /* All threads of a math warpgroup (0 or 1), which take turns. */
+    MK_MEMBER void run(uint32_t warpgroup) const
+    {
+        constexpr uint32_t both = kMathWarpgroups * 128;
+        const uint32_t warp = warp_idx() - kFirstMathWarp;
+        const WarpOut out = {smem_addr(s.gemm.staging[warp]), warp % 4 * 16};
+        TaskReader<TileBackward> tasks;
+        RingCursor<TileBackward::stages> at;
+        Acc<TileBackward> acc;
+        if (warpgroup == 1)
+            barrier_named_arrive(BARRIER_MATH_TURN + 0, both);
+        for (uint32_t turn = 0;; turn++, tasks.at.next()) {
+            const GemmTask task = tasks.wait(s.gemm);
+            const bool mine = turn % 2 == warpgroup && task.num_k_blocks != 0;
+            if (mine) /* before the slot is released: epilogues read what other CTAs wrote, by plain loads */
+                wait_mbar(smem_addr(&s.ready[tasks.at.slot]), tasks.at.parity, "backward_math: operands of a task are ready");
+            sync_warp();
+            if (lane_idx() == 0)
+                tasks.release(s.gemm);
+            if (task.num_k_blocks == 0)
+                return;
+            if (!mine) {
+                at.skip((uint32_t)task.num_k_blocks);
+                continue;
+            }
+            barrier_named_sync(BARRIER_MATH_TURN + warpgroup, both);
+            const uint32_t last = multiply(task, acc, at, warpgroup, out);
+            barrier_named_arrive(BARRIER_MATH_TURN + (warpgroup ^ 1), both);
+            acc.wait_all();
+            release_stage(s.gemm, last);
+            MathState &state = s.math[warp];
+            if (lane_idx() == 0)
+                store(&state, MathState{task, tasks.at, at, turn});
+            sync_warp();
+            finish(state.task, acc, out);
+            tasks.at = load(&state.tasks);
+            at = load(&state.stages);
+            turn = load(&state.turn);
+            sync_warp(); /* read by all before lane 0 writes it again */
+        }
+    }
+};
+
+/* The dispatch role: one warp of each CTA. Rows come from the state's second ticket, in the order of the walk. */
+MK_DEVICE void backward_dispatch(const mk_backward_params &p, const mk_table &t, BackwardShared &s)
+{
+    Dispatch dispatch(p.rank, t, s.dispatch, &s.walk);
+    int64_t first = 0, end = s.walk.num_tiles;
+    if (p.kind && p.kind != MK_TASK_DISPATCH)
+        return;
+    if (p.kind) {
+        first = end = 0;
+        if (p.step < s.walk.num_minibatches)
+            mk_walk_minibatch(&s.walk, p.step, &first, &end);
+    }
+    dispatch.need_x = p.want_weights || s.walk.replay_from < s.walk.num_tiles;
+    dispatch.move_all(&device_state(p.rank)->tickets[1], first * MK_ROW_TILE, (end - first) * MK_ROW_TILE);
+}
+
+} /* namespace mk */
+#endif

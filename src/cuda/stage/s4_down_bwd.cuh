@@ -1,0 +1,106 @@
+/* s4_down_bwd on the device: the epilogue of dh' = dout Wd. Hosts the SwiGLU backward, the partial sums of the router-weight gradient
+ * and the weighting. In: the accumulators (dh', not weighted), gate and up (the context's, or replayed ones in the ring).
+ * Out: dgate, dup and w h in the ring (dgate and dup where a replay left gate and up), partial sums in ring_dweight. The shared expert: the
+ * same with s for w. */
+#ifndef MK_STAGE_S4_DOWN_BWD_CUH
+#define MK_STAGE_S4_DOWN_BWD_CUH
+
+#include "cuda/stage/rows.cuh"
+
+namespace mk {
+
+/* What one column of one row of dh' becomes. */
+struct SwigluGrad { float dgate, dup, weighted_h, product; };
+
+MK_DEVICE SwigluGrad swiglu_backward(float dh, float gate, float up, float weight, float limit)
+{
+    const float g = min_nan(gate, limit), u = max_nan(min_nan(up, limit), -limit);
+    const float s = reciprocal_approx(1.0f + exp2_approx(g * -1.44269504f)), silu = g * s;
+    const float h = bits_to_float(pack_bf16(0.0f, silu * u) & 0xffff0000u); /* as the forward rounded it */
+    const float d = weight * dh, slope = fused_multiply_add(silu, 1.0f - s, s);
+    return {g == gate ? d * u * slope : 0.0f, u == up ? d * silu : 0.0f, weight * h, dh * h}; /* nothing flows through a limit that was hit */
+}
+
+/* Buffers says where things are, each time anew (which costs no register between): gate(task), up(task), const bf16 *, moved so that
+ * dgate's offsets fit; cols(task), I or Is; dgate(task), dup(task), weighted_h(task), bf16 *; weights(task), of rows; partial(task), [rows, cols / 64]. */
+template <class Buffers> struct SwigluBackward {
+    const Buffers &buffers;
+    float limit;            /* infinity: no clamp */
+
+    /* A chunk: gate and up in the halves of the staging memory become dgate and dup, 16 columns at a time, because more does not fit
+     * beside the accumulators; h: w h, packed. sum[i]: this lane's products of row l/4 + 8i, always in this order. */
+    MK_MEMBER void chunk(const WarpOut &out, const float (&dh)[32], const float (&w)[2], uint32_t (&h)[16], float (&sum)[2]) const
+    {
+        sum[0] = sum[1] = 0.0f;
+        MK_UNROLL for (uint32_t j = 0; j < 4; j++) {
+            const uint32_t at_gate = chunk_matrix(out.staging, j), at_up = at_gate + kChunkBytes;
+            uint32_t g[4], u[4];
+            load_matrix_x4(at_gate, g);
+            load_matrix_x4(at_up, u);
+            MK_UNROLL for (uint32_t i = 0; i < 4; i++) {
+                const float *pair = &dh[8 * j + 2 * i];
+                SwigluGrad a = swiglu_backward(pair[0], bits_to_float(g[i] << 16), bits_to_float(u[i] << 16), w[i % 2], limit);
+                const SwigluGrad b = swiglu_backward(pair[1], bits_to_float(g[i] & 0xffff0000u), bits_to_float(u[i] & 0xffff0000u), w[i % 2], limit);
+                g[i] = pack_bf16(a.dgate, b.dgate);
+                u[i] = pack_bf16(a.dup, b.dup);
+                h[4 * j + i] = pack_bf16(a.weighted_h, b.weighted_h);
+                sum[i % 2] += a.product + b.product;
+            }
+            sync_warp(); /* every lane has read what is overwritten */
+            store_matrix_x4(at_gate, g);
+            store_matrix_x4(at_up, u);
+        }
+    }
+
+    /* The products of a row over its four lanes: the group's partial sum. */
+    MK_MEMBER void store_sums(const GemmTask &task, uint32_t first_row, uint32_t col, float (&sum)[2]) const
+    {
+        MK_UNROLL for (uint32_t i = 0; i < 2; i++) {
+            const uint32_t r = first_row + lane_idx() / 4 + 8 * i;
+            sum[i] += shuffle_xor(sum[i], 1);
+            sum[i] += shuffle_xor(sum[i], 2);
+            if (lane_idx() % 4 == 0 && r < (uint32_t)task.num_rows)
+                store(&buffers.partial(task)[((int64_t)task.row + r) * (buffers.cols(task) / MK_DW_GROUP) + ((uint32_t)task.col + col) / MK_DW_GROUP], sum[i]);
+        }
+    }
+
+    MK_MEMBER LanePlaces places(const GemmTask &task, uint32_t row) const { return LanePlaces(task, row, buffers.cols(task)); }
+
+    MK_MEMBER float weight(const GemmTask &task, uint32_t r) const { return r < (uint32_t)task.num_rows ? load(&buffers.weights(task)[(int64_t)task.row + r]) : 0.0f; }
+
+    template <class Tile> MK_MEMBER void operator()(const GemmTask &task, const Acc<Tile> &acc, const WarpOut &out) const
+    {
+        static_assert(MK_DW_GROUP == 64, "a chunk of 64 columns is a group of the router-weight gradient");
+        MK_UNROLL for (uint32_t m = 0; m < Acc<Tile>::blocks; m++) {
+            const uint32_t row = out.row + m * 64;
+            if (row >= (uint32_t)task.num_rows)
+                return;
+            const float w[2] = {weight(task, row + lane_idx() / 4), weight(task, row + lane_idx() / 4 + 8)};
+            MK_UNROLL for (uint32_t c = 0; c < Tile::cols / 64; c++) {
+                const uint32_t col = 64 * c;
+                float dh[32], sum[2];
+                uint32_t h[16];
+                if ((uint32_t)task.col + col >= buffers.cols(task))
+                    break;
+                places(task, row).fetch(buffers.gate(task), col, out.staging);
+                places(task, row).fetch(buffers.up(task), col, out.staging + kChunkBytes);
+                copy_async_wait();
+                sync_warp();
+                acc.read(m, c, dh);
+                chunk(out, dh, w, h, sum);
+                sync_warp();
+                places(task, row).flush(buffers.dgate(task), col, out.staging);
+                places(task, row).flush(buffers.dup(task), col, out.staging + kChunkBytes);
+                store_sums(task, row, col, sum);
+                sync_warp();
+                put_chunk(out.staging, h);
+                sync_warp();
+                places(task, row).flush(buffers.weighted_h(task), col, out.staging);
+                sync_warp(); /* the halves are free again */
+            }
+        }
+    }
+};
+
+} /* namespace mk */
+#endif

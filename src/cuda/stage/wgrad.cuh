@@ -1,0 +1,192 @@
+/* Weight gradients on the device: dWd += dout^T (w h), dWg += dgate^T x, dWu += dup^T x over the rows of one piece, in table order.
+ * Both operands lie with their rows as the contraction axis, as they stand in the ring: nothing is transposed. A cut expert's sum goes on
+ * in wgrad_partial (fp32), from which the next piece's accumulators start, so that cutting changes no bit. */
+#ifndef MK_STAGE_WGRAD_CUH
+#define MK_STAGE_WGRAD_CUH
+
+#include "cuda/stage/rows.cuh"
+
+namespace mk {
+
+/* Which tile of which matrix a part is: outputs [row, row + 128), inputs [col, col + 256) for a cluster's pair. Parts run over the
+ * wanted matrices; in each, groups of 16 row tiles walk the columns, so that clusters at work share operands in a cache. */
+struct WgradPart { int32_t matrix, row, col; };
+
+struct WgradGrid {
+    enum { Rows = 128, PairCols = 256, GroupTiles = 16 };
+    static MK_MEMBER int32_t matrix_tiles(int64_t outputs, int64_t inputs) { return (int32_t)(mk_ceil_div(outputs, Rows) * mk_ceil_div(inputs, PairCols)); }
+    static MK_MEMBER int64_t outputs(int32_t matrix, int64_t hidden, int64_t width) { return matrix == MK_GRAD_DOWN ? hidden : width; }
+    static MK_MEMBER int64_t inputs(int32_t matrix, int64_t hidden, int64_t width) { return matrix == MK_GRAD_DOWN ? width : hidden; }
+
+    /* Tasks of a piece. */
+    static MK_MEMBER int32_t count(const mk_grad_out *grads, int64_t hidden, int64_t width)
+    {
+        int32_t n = 0;
+        for (int32_t m = 0; m < MK_NUM_GRADS; m++)
+            n += grads[m].base ? matrix_tiles(outputs(m, hidden, width), inputs(m, hidden, width)) : 0;
+        return n;
+    }
+
+    static MK_MEMBER WgradPart at(const mk_grad_out *grads, int64_t hidden, int64_t width, int32_t part)
+    {
+        WgradPart found = {0, 0, 0};
+        for (int32_t m = 0; m < MK_NUM_GRADS; m++) {
+            const int32_t tiles = grads[m].base ? matrix_tiles(outputs(m, hidden, width), inputs(m, hidden, width)) : 0;
+            if (part >= tiles) {
+                part -= tiles;
+                continue;
+            }
+            const int32_t down = (int32_t)mk_ceil_div(outputs(m, hidden, width), Rows), across = tiles / down;
+            const int32_t group = part / (GroupTiles * across), in_group = part % (GroupTiles * across);
+            const int32_t height = down - group * GroupTiles < GroupTiles ? down - group * GroupTiles : GroupTiles;
+            found.matrix = m;
+            found.row = (group * GroupTiles + in_group % height) * Rows;
+            found.col = in_group / height * PairCols;
+            return found;
+        }
+        return found;
+    }
+};
+
+/* The flags of a weight-gradient task travel in the upper bits of GemmTask.kind. */
+enum { WGRAD_MATRIX_SHIFT = 8, WGRAD_FIRST = 1 << 12, WGRAD_LAST = 1 << 13, TASK_KIND_MASK = 0xff };
+MK_DEVICE int32_t wgrad_matrix(const GemmTask &task) { return task.kind >> WGRAD_MATRIX_SHIFT & 3; }
+
+/* The rows of a ragged last K block that do not exist: zero in both operands, because 0 times what lies there may be NaN. One
+ * warpgroup, whose tile it is alone. */
+struct ZeroTail {
+    uint32_t rows, barrier;  /* that exist, 0..64; a named barrier of the warpgroup's own */
+    template <class Tile> MK_MEMBER void last_block(GemmShared<Tile> &s, uint32_t stage) const
+    {
+        static_assert(Tile::ping_pong && Tile::rows == 128 && Tile::cols == 128, "two boxes of each operand, one warpgroup");
+        if (rows == kBlockK)
+            return;
+        for (uint32_t i = thread_idx() % 128; i < (kBlockK - rows) * 8; i += 128) {
+            const uint32_t at = rows * kRowBytes + i * 16;
+            for (uint32_t box = 0; box < 2; box++) {
+                store_shared_b128(smem_addr(s.a[stage]) + box * kHalfBytes + at, {0, 0, 0, 0});
+                store_shared_b128(smem_addr(s.b[stage]) + box * kHalfBytes + at, {0, 0, 0, 0});
+            }
+        }
+        fence_proxy_async_shared_cta(); /* plain stores, read by MMAs */
+        barrier_named_sync(barrier, 128);
+    }
+};
+
+/* Neighbouring elements of a matrix in memory, fp32 or bf16. */
+struct Pair { float low, high; };
+MK_DEVICE Pair load_pair(const float *p) { return load(reinterpret_cast<const Pair *>(p)); }
+MK_DEVICE void store_pair(float *p, Pair v) { store(reinterpret_cast<Pair *>(p), v); }
+MK_DEVICE Pair load_pair(const bf16 *p)
+{
+    const uint32_t bits = load(reinterpret_cast<const uint32_t *>(p));
+    return {bits_to_float(bits << 16), bits_to_float(bits & 0xffff0000u)};
+}
+MK_DEVICE void store_pair(bf16 *p, Pair v) { store(reinterpret_cast<uint32_t *>(p), pack_bf16(v.low, v.high)); }
+
+/* A matrix [outputs, inputs] in memory, seen by a lane through the layout of its accumulators. inputs is a multiple of 64. */
+template <class T> struct LaneMatrix {
+    T *base;
+    int64_t stride, outputs, inputs;
+
+    /* visit(p, m, i): eight pairs p[8j], p[8j + 1] belong to registers i + 4j, i + 4j + 1 of block m. */
+    template <class Tile, class Visit> MK_MEMBER void each_row(const GemmTask &task, const WarpOut &out, Visit visit) const
+    {
+        MK_UNROLL for (uint32_t m = 0; m < Acc<Tile>::blocks; m++)
+            MK_UNROLL for (uint32_t half = 0; half < 2; half++) {
+                int64_t row = (int64_t)task.out_row + out.row + m * 64 + lane_idx() / 4 + 8 * half;
+                pin_register(row); /* no addresses kept from one row to the next */
+                MK_UNROLL for (uint32_t c = 0; c < Tile::cols / 64; c++)
+                    if (row < outputs && task.col + 64 * (int64_t)c < inputs)
+                        visit(base + row * stride + task.col + 64 * (int64_t)c + 2 * (lane_idx() % 4), m, 32 * c + 2 * half);
+            }
+    }
+};
+
+struct Wgrad {
+    const mk_rank_params &r;
+    const mk_grad_out *grads;
+    int64_t width;           /* I or Is */
+
+    MK_MEMBER int64_t outputs(const GemmTask &task) const { return WgradGrid::outputs(wgrad_matrix(task), r.dims.hidden, width); }
+    MK_MEMBER int64_t inputs(const GemmTask &task) const { return WgradGrid::inputs(wgrad_matrix(task), r.dims.hidden, width); }
+    MK_MEMBER LaneMatrix<float> partial(const GemmTask &task) const
+    {
+        const int64_t elements = r.dims.hidden * r.dims.intermediate;
+        return {in_local<float>(r, r.memory.wgrad_partial) + wgrad_matrix(task) * elements, inputs(task), outputs(task), inputs(task)};
+    }
+
+    /* A piece that goes on: the accumulators start from the sum so far. Every register is set, whatever lies outside the matrix: then the
+     * compiler sees that nothing of the last task lives on. */
+    template <class Tile> MK_MEMBER void preload(const GemmTask &task, Acc<Tile> &acc, const WarpOut &out) const
+    {
+        const LaneMatrix<float> from = partial(task);
+        MK_UNROLL for (uint32_t m = 0; m < Acc<Tile>::blocks; m++)
+            MK_UNROLL for (uint32_t i = 0; i < Tile::cols / 2; i += 2) {
+                const int64_t row = (int64_t)task.out_row + out.row + m * 64 + lane_idx() / 4 + 8 * (i / 2 % 2);
+                const int64_t col = (int64_t)task.col + 8 * (i / 4) + 2 * (lane_idx() % 4);
+                Pair v = {0.0f, 0.0f};
+                if (row < from.outputs && col < from.inputs)
+                    v = load_pair(from.base + row * from.stride + col);
+                acc.r[m][i] = v.low;
+                acc.r[m][i + 1] = v.high;
+            }
+        MK_UNROLL for (uint32_t m = 0; m < Acc<Tile>::blocks; m++)
+            MK_UNROLL for (uint32_t i = 0; i < Tile::cols / 2; i++)
+                pin_register(acc.r[m][i]);
+    }
+
+    template <class Tile> MK_MEMBER void operator()(const GemmTask &task, const Acc<Tile> &acc, const WarpOut &out) const
+    {
+        const mk_grad_out &g = grads[wgrad_matrix(task)];
+        char *base = static_cast<char *>(g.base) + task.expert * g.expert_bytes;
+        if (!(task.kind & WGRAD_LAST))
+            write(task, acc, out, partial(task));
+        else if (!g.accumulate && g.fp32)
+            write(task, acc, out, LaneMatrix<float>{reinterpret_cast<float *>(base), g.row_stride, outputs(task), inputs(task)});
+        else if (!g.accumulate)
+            write_rows(task, acc, out, reinterpret_cast<bf16 *>(base), g.row_stride);
+        else if (task.num_rows == 0) /* an expert without rows is left as it is */
+            return;
+        else if (g.fp32)
+            add(task, acc, out, LaneMatrix<float>{reinterpret_cast<float *>(base), g.row_stride, outputs(task), inputs(task)});
+        else
+            add(task, acc, out, LaneMatrix<bf16>{reinterpret_cast<bf16 *>(base), g.row_stride, outputs(task), inputs(task)});
+    }
+
+private:
+    template <class Tile> MK_MEMBER void write(const GemmTask &task, const Acc<Tile> &acc, const WarpOut &out, const LaneMatrix<float> &to) const
+    {
+        to.template each_row<Tile>(task, out, [&](float *p, uint32_t m, uint32_t i) {
+            MK_UNROLL for (uint32_t j = 0; j < 8; j++)
+                store_pair(p + 8 * j, {acc.r[m][i + 4 * j], acc.r[m][i + 4 * j + 1]});
+        });
+    }
+
+    /* The whole sum, plus what is there, rounded once. */
+    template <class T, class Tile> MK_MEMBER void add(const GemmTask &task, const Acc<Tile> &acc, const WarpOut &out, const LaneMatrix<T> &to) const
+    {
+        to.template each_row<Tile>(task, out, [&](T *p, uint32_t m, uint32_t i) {
+            Pair old[8];
+            MK_UNROLL for (uint32_t j = 0; j < 8; j++)
+                old[j] = load_pair(p + 8 * j);
+            MK_UNROLL for (uint32_t j = 0; j < 8; j++)
+                store_pair(p + 8 * j, {old[j].low + acc.r[m][i + 4 * j], old[j].high + acc.r[m][i + 4 * j + 1]});
+        });
+    }
+
+    struct GradRows {
+        bf16 *base;
+        int64_t cols, stride;
+        MK_MEMBER bf16 *row(const GemmTask &task, uint32_t i) const { return base + ((int64_t)task.out_row + i) * stride; }
+    };
+    template <class Tile> MK_MEMBER void write_rows(const GemmTask &task, const Acc<Tile> &acc, const WarpOut &out, bf16 *base, int64_t row_stride) const
+    {
+        GemmTask tile = task;
+        tile.num_rows = (int32_t)mk_min(outputs(task) - task.out_row, Tile::rows);
+        StoreRows<GradRows>{{base, inputs(task), row_stride}}(tile, acc, out);
+    }
+};
+
+} /* namespace mk */
+#endif

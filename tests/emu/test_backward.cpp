@@ -1,0 +1,266 @@
+/* The backward on the emulator, through the whole library: staged and fused, on 1, 2 and 4 virtual ranks, over rings, save policies and
+ * gradient forms. All gradients have the same bits, and agree with the cpu backend. */
+#define TEST_WATCHDOG 900
+#include "test.h"
+
+#include <string>
+#include <vector>
+
+#include "emulated_driver.h"
+
+extern "C" {
+#include "layer.h"
+#include "mok.h"
+}
+
+struct Run {
+    const char *name;
+    int32_t ranks = 1;
+    mok_backend_id backend = MOK_BACKEND_CUDA;
+    int64_t ring = 1024, minibatch = 256, save_rows = 0;
+    mok_save save = MOK_SAVE_ALL;
+    const char *backward = nullptr;
+    bool two_calls = false, recompute = false, accumulate = false;
+    mok_dtype dtype = MOK_FP32;
+    uint32_t resident = 2;
+};
+
+/* Everything that a step makes. The shared expert's weight gradients are per rank, so only one rank's are comparable. */
+struct Gradients {
+    std::vector<uint16_t> out, dx;
+    std::vector<float> drouter;
+    std::vector<uint8_t> weights[3], shared[4];
+    mok_stats stats = {};
+    bool ok = false;
+};
+
+static const char *const kWeights[] = {"dgate", "dup", "ddown"}, *const kShared[] = {"dshared_gate", "dshared_up", "dshared_down", "dshared_output_gate"};
+
+static Gradients run_layer(const layer_problem &problem, const Run &run)
+{
+    static const int32_t devices[8] = {0};
+    const mok_config &c = problem.cfg;
+    const size_t element = run.dtype == MOK_FP32 ? 4 : 2, matrix = (size_t)(c.num_experts * c.hidden * c.intermediate) * element,
+                 shared = (size_t)(c.hidden * c.shared_intermediate) * element;
+    Gradients got;
+    layer_options o = {};
+    layer_result r;
+    char error[512];
+    o.ranks = run.ranks;
+    o.backend = run.backend;
+    o.devices = run.backend == MOK_BACKEND_CUDA ? devices : nullptr;
+    o.ring_rows = run.ring;
+    o.minibatch_rows = o.minibatch_rows_bwd = run.minibatch;
+    o.save = run.save;
+    o.save_rows = run.save_rows;
+    o.cpu_threads = 1;
+    o.two_call_backward = run.two_calls;
+    o.recompute = run.recompute;
+    o.grad_dtype = run.dtype;
+    o.accumulate = run.accumulate;
+    setenv("MOK_BACKWARD", run.backward ? run.backward : "fused", 1);
+    emulated::plug_in(test_seed(), run.resident);
+    if (!layer_result_make(&r, &problem, &o)) {
+        TEST_FAILED("no memory");
+        return got;
+    }
+    uint8_t *weights[] = {(uint8_t *)r.dgate, (uint8_t *)r.dup, (uint8_t *)r.ddown};
+    uint8_t *shared_grads[] = {(uint8_t *)r.dshared_gate, (uint8_t *)r.dshared_up, (uint8_t *)r.dshared_down, (uint8_t *)r.dshared_output_gate};
+    const size_t shared_bytes[] = {shared, shared, shared, c.shared_gate ? (size_t)c.hidden * element : 0};
+    if (run.accumulate) { /* onto what is there: 1.0 in either format, for every element */
+        const uint8_t one[2][4] = {{0x80, 0x3f, 0x80, 0x3f}, {0, 0, 0x80, 0x3f}};
+        for (uint8_t *m : weights)
+            for (size_t i = 0; i < matrix; i++)
+                m[i] = one[run.dtype == MOK_FP32][i % 4];
+        for (size_t k = 0; k < 4; k++)
+            for (size_t i = 0; i < shared_bytes[k] * (size_t)run.ranks; i++)
+                shared_grads[k][i] = one[run.dtype == MOK_FP32][i % 4];
+    }
+    if (layer_run(&problem, &o, &r, error) != MOK_OK)
+        TEST_FAILED("%s: %s%s%s", run.name, error, emulated::gpu.trouble.empty() ? "" : "; emulator: ", emulated::gpu.trouble.c_str());
+    else
+        got.ok = true;
+    const size_t rows = (size_t)(problem.tokens * c.hidden);
+    got.out.assign(r.out, r.out + rows);
+    got.dx.assign(r.dx, r.dx + rows);
+    got.drouter.assign(r.drouter_weights, r.drouter_weights + problem.tokens * c.topk);
+    for (size_t i = 0; i < 3; i++)
+        got.weights[i].assign(weights[i], weights[i] + matrix);
+    for (size_t i = 0; i < 4 && shared; i++)
+        got.shared[i].assign(shared_grads[i], shared_grads[i] + shared_bytes[i]);
+    got.stats = r.stats[0];
+    layer_result_free(&r);
+    unsetenv("MOK_BACKWARD");
+    return got;
+}
+
+static layer_problem make_problem(int64_t tokens, int64_t shared, int64_t experts = 6, int64_t hidden = 192, int64_t width = 128, mok_gate_up layout = MOK_GATE_UP_SEPARATE,
+                                  layer_routing routing = LAYER_UNIFORM)
+{
+    layer_problem p;
+    mok_config c = MOK_INIT(mok_config);
+    c.hidden = hidden;
+    c.intermediate = width;
+    c.shared_intermediate = shared;
+    c.shared_gate = shared != 0;
+    c.num_experts = experts;
+    c.topk = 2;
+    c.gate_up = layout;
+    if (!layer_make(&p, &c, tokens, routing, 0.1, test_seed()))
+        TEST_FAILED("no memory");
+    return p;
+}
+
+static float element(const std::vector<uint8_t> &m, size_t i, mok_dtype dtype)
+{
+    float f;
+    uint16_t b;
+    if (dtype == MOK_FP32) {
+        memcpy(&f, m.data() + 4 * i, 4);
+        return f;
+    }
+    memcpy(&b, m.data() + 2 * i, 2);
+    return layer_float(b);
+}
+
+static void check_near(const char *run, const char *what, size_t n, double allowed, double (*got)(size_t, const void *), const void *a, const void *b)
+{
+    double worst = 0, norm = 0;
+    for (size_t i = 0; i < n; i++) {
+        const double x = got(i, a), y = got(i, b), off = fabs(x - y);
+        worst = off > worst || off != off ? off : worst;
+        norm += y * y;
+    }
+    norm = sqrt(norm / (double)(n ? n : 1));
+    if (n && !(worst <= allowed * norm))
+        TEST_FAILED("%s: %s is off by %g where values are of size %g", run, what, worst, norm);
+}
+
+static double as_bf16(size_t i, const void *p) { return layer_float((*static_cast<const std::vector<uint16_t> *>(p))[i]); }
+static double as_router(size_t i, const void *p) { return (*static_cast<const std::vector<float> *>(p))[i]; }
+static double as_fp32(size_t i, const void *p) { return element(*static_cast<const std::vector<uint8_t> *>(p), i, MOK_FP32); }
+static double as_half(size_t i, const void *p) { return element(*static_cast<const std::vector<uint8_t> *>(p), i, MOK_BF16); }
+
+/* Against the cpu backend, whose exponential and order of sums differ. */
+static void check_close(const Run &run, const Gradients &got, const Gradients &want)
+{
+    const auto as = run.dtype == MOK_FP32 ? as_fp32 : as_half;
+    const size_t bytes = run.dtype == MOK_FP32 ? 4 : 2;
+    check_near(run.name, "out", got.out.size(), 0.04, as_bf16, &got.out, &want.out);
+    check_near(run.name, "dx", got.dx.size(), 0.04, as_bf16, &got.dx, &want.dx);
+    check_near(run.name, "drouter_weights", got.drouter.size(), 0.02, as_router, &got.drouter, &want.drouter);
+    for (size_t i = 0; i < 3; i++)
+        check_near(run.name, kWeights[i], got.weights[i].size() / bytes, 0.04, as, &got.weights[i], &want.weights[i]);
+    for (size_t i = 0; i < 4; i++)
+        check_near(run.name, kShared[i], got.shared[i].size() / bytes, 0.04, as, &got.shared[i], &want.shared[i]);
+}
+
+template <class T> static void check_same(const char *run, const char *what, const std::vector<T> &got, const std::vector<T> &want)
+{
+    size_t differ = 0, first = 0;
+    for (size_t i = 0; i < want.size(); i++)
+        if (memcmp(&got[i], &want[i], sizeof(T)) && differ++ == 0)
+            first = i;
+    if (differ)
+        TEST_FAILED("%s: %s has other bits in %zu of %zu elements, the first at %zu", run, what, differ, want.size(), first);
+}
+
+static void check_bits(const Run &run, const Gradients &got, const Gradients &want)
+{
+    if (!got.ok)
+        return;
+    check_same(run.name, "out", got.out, want.out);
+    check_same(run.name, "dx", got.dx, want.dx);
+    check_same(run.name, "drouter_weights", got.drouter, want.drouter);
+    for (size_t i = 0; i < 3; i++)
+        check_same(run.name, kWeights[i], got.weights[i], want.weights[i]);
+    for (size_t i = 0; i < 4 && run.ranks == 1; i++)
+        check_same(run.name, kShared[i], got.shared[i], want.shared[i]);
+}
+
+static Run make_run(const char *name, int32_t ranks, int64_t ring, int64_t minibatch, mok_save save = MOK_SAVE_ALL)
+{
+    Run r;
+    r.name = name;
+    r.ranks = ranks;
+    r.ring = ring;
+    r.minibatch = minibatch;
+    r.save = save;
+    return r;
+}
+
+/* A first run on one rank against the cpu backend, then others against its bits. */
+static void compare(const layer_problem &p, const std::vector<Run> &runs, mok_dtype dtype = MOK_FP32, bool accumulate = false)
+{
+    Run cpu = make_run("cpu", 1, 1024, 256), first = make_run("one rank, fused", 1, 1024, 256);
+    cpu.backend = MOK_BACKEND_CPU;
+    cpu.dtype = first.dtype = dtype;
+    cpu.accumulate = first.accumulate = accumulate;
+    const Gradients want = run_layer(p, cpu), one = run_layer(p, first);
+    if (!want.ok || !one.ok)
+        return;
+    check_close(first, one, want);
+    for (Run run : runs) {
+        run.dtype = dtype;
+        run.accumulate = accumulate;
+        check_bits(run, run_layer(p, run), one);
+    }
+}
+
+TEST(gradients_do_not_depend_on_ranks_ring_or_fusion)
+{
+    layer_problem p = make_problem(150, 64);
+    Run staged = make_run("one rank, staged", 1, 1024, 256), crowded = make_run("few clusters", 1, 512, 128);
+    staged.backward = "staged";
+    crowded.resident = 1;
+    compare(p, {staged, crowded, make_run("two ranks", 2, 1024, 256), make_run("four ranks, smallest ring", 4, 256, 128)});
+    layer_free(&p);
+}
+
+TEST(gradients_do_not_depend_on_what_was_saved)
+{
+    layer_problem p = make_problem(150, 64);
+    Run rows = make_run("384 rows saved", 1, 512, 128, MOK_SAVE_ROWS), again = make_run("recomputed", 1, 512, 128, MOK_SAVE_RING);
+    rows.save_rows = 384;
+    again.recompute = true;
+    Run staged = make_run("nothing saved, staged", 2, 512, 128, MOK_SAVE_NONE);
+    staged.backward = "staged";
+    compare(p, {make_run("nothing saved", 1, 512, 128, MOK_SAVE_NONE), rows, again, staged});
+    layer_free(&p);
+}
+
+TEST(a_cut_weight_gradient_continues_exactly)
+{
+    layer_problem p = make_problem(260, 0, 2, 128, 64, MOK_GATE_UP_SEPARATE, LAYER_ONE_EXPERT);
+    Run small = make_run("smallest ring", 1, 256, 128), two = make_run("two ranks, smallest ring", 2, 256, 128, MOK_SAVE_NONE);
+    compare(p, {small, two});
+    const Gradients got = run_layer(p, small);
+    CHECK(got.stats.wgrad_continued > 0);
+    layer_free(&p);
+}
+
+TEST(bf16_gradients_accumulated_or_fresh_in_one_call_or_two)
+{
+    layer_problem p = make_problem(90, 64, 5);
+    Run two_calls = make_run("two calls", 2, 512, 128);
+    two_calls.two_calls = true;
+    compare(p, {two_calls}, MOK_BF16);
+    compare(p, {two_calls}, MOK_BF16, true);
+    compare(p, {two_calls}, MOK_FP32, true);
+    layer_free(&p);
+}
+
+TEST(stats_are_those_of_the_cpu)
+{
+    layer_problem p = make_problem(150, 0);
+    Run cpu = make_run("cpu", 2, 256, 128, MOK_SAVE_RING), gpu = cpu;
+    cpu.backend = MOK_BACKEND_CPU;
+    const mok_stats want = run_layer(p, cpu).stats, got = run_layer(p, gpu).stats;
+#define SAME(field) CHECK_EQ(got.field, want.field)
+    SAME(backwards); SAME(rows); SAME(rows_pulled); SAME(rows_pulled_peer); SAME(rows_copied); SAME(rows_replayed);
+    SAME(rows_padding); SAME(ring_rotations); SAME(wgrad_continued); SAME(bytes_pulled_peer); SAME(bytes_pushed_peer);
+#undef SAME
+    layer_free(&p);
+}
+
+int main(int argc, char **argv) { return test_main(argc, argv); }
