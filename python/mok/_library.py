@@ -236,6 +236,7 @@ _FUNCTIONS = {
     "mok_forward": (_ENUM, [c_void_p, POINTER(ForwardArgs), c_void_p]),
     "mok_recompute": (_ENUM, [c_void_p, POINTER(ForwardArgs), c_void_p]),
     "mok_backward": (_ENUM, [c_void_p, POINTER(BackwardArgs), c_void_p]),
+    "mok_refuse": (_ENUM, [c_void_p, _ENUM, c_uint64, c_char_p, c_void_p]),
     "mok_memory_alloc": (_ENUM, [c_void_p, c_size_t, POINTER(c_void_p)]),
     "mok_memory_free": (None, [c_void_p, c_void_p]),
     "mok_memory_copy": (_ENUM, [c_void_p, c_void_p, c_void_p, c_size_t]),
@@ -245,6 +246,7 @@ _FUNCTIONS = {
     "mok_schedule_query": (_ENUM, [c_void_p, c_void_p, POINTER(ScheduleInfo)]),
     "mok_mx_quantise": (_ENUM, [POINTER(MxQuantiseArgs), c_void_p]),
     "mok_mx_scale_bytes": (c_int64, [c_int64, c_int64]),
+    "mok_set_log": (None, [c_void_p, c_void_p]),
     "mok_backend_query": (_ENUM, [c_int32, POINTER(BackendInfo)]),
 }
 
