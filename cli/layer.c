@@ -470,6 +470,8 @@ static mok_status run_workspace(rank_job *job, mok_workspace *w)
         mok_status status = run_pass(job, w);
         free_tables(job);
         TRY(status);
+        if (o->after_pass)
+            o->after_pass(w, o->user);
     }
     TRY(bring_back(job));
     job->result->stats[job->rank] = MOK_INIT(mok_stats);

@@ -42,6 +42,7 @@ typedef struct layer_options {
     bool accumulate;               /* gradients add to what the result holds: fill it first */
     int64_t repeat;                /* passes over the same data; 0 = 1 */
     void (*before_pass)(mok_workspace *w, void *user); /* tests: poison the workspace; may be NULL */
+    void (*after_pass)(mok_workspace *w, void *user);  /* of a pass that worked; on the rank's thread, as before_pass */
     void *user;
 } layer_options;
 

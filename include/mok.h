@@ -467,6 +467,67 @@ typedef struct mok_schedule_info {
 } mok_schedule_info;
 MOK_API mok_status mok_schedule_query(mok_workspace *workspace, const void *schedule, mok_schedule_info *out);
 
+/* --- traces: what every role of every CTA (cuda), or every worker (cpu), did and when. Off by default, and free when off. ------------------ */
+/* X(kind, group, what happens meanwhile): the group is the unit of summaries. The kind `call` marks a call's beginning; its `part` is the mok_call_kind. */
+#define MOK_TRACE_KIND_LIST(X)                                                                  \
+    X(call, "call", "a call begins")                                                            \
+    X(publish, "publish", "inputs into this rank's heap")                                       \
+    X(s0_schedule, "s0_schedule", "routes to row table")                                        \
+    X(s1_dispatch, "s1_dispatch", "rows into the ring")                                         \
+    X(s2_gate_up, "s2_gate_up", "gate/up product of a tile")                                    \
+    X(s3_swiglu, "s3_swiglu", "epilogue of s2_gate_up")                                         \
+    X(s4_down, "s4_down", "down product of a tile")                                             \
+    X(s5_push, "s5_combine", "epilogue of s4_down: y to its tokens' ranks")                     \
+    X(s5_reduce, "s5_combine", "weighted sum of a token's rows")                                \
+    X(s4_down_bwd, "s4_down_bwd", "dgrad through down of a tile")                               \
+    X(s3_swiglu_bwd, "s3_swiglu_bwd", "epilogue of s4_down_bwd")                                \
+    X(s2_gate_up_bwd, "s2_gate_up_bwd", "dgrad through gate/up of a tile")                      \
+    X(s5_push_bwd, "s5_combine_bwd", "epilogue of s2_gate_up_bwd: dx to its tokens' ranks")     \
+    X(s5_reduce_bwd, "s5_combine_bwd", "sum of a token's dx rows")                              \
+    X(wgrad, "wgrad", "weight-gradient product of a piece")                                     \
+    X(wgrad_store, "wgrad", "epilogue of a weight gradient")                                    \
+    X(wait_slot, "wait", "for the readers of a ring slot's old rows")                           \
+    X(wait_source, "wait", "for the tile to copy a row from")                                   \
+    X(wait_operands, "wait", "for the rows and results that a task reads or overwrites")        \
+    X(rank_barrier, "barrier", "for all ranks")
+typedef enum mok_trace_kind {
+#define MOK_TRACE_ENUM(kind, group, what) MOK_TRACE_##kind,
+    MOK_TRACE_KIND_LIST(MOK_TRACE_ENUM)
+#undef MOK_TRACE_ENUM
+    MOK_NUM_TRACE_KINDS
+} mok_trace_kind;
+
+typedef struct mok_trace_event {
+    uint64_t begin_ns, end_ns; /* of the rank's clock: CLOCK_MONOTONIC on cpu; on cuda globaltimer, which differs a little between GPUs */
+    uint64_t link_bytes;       /* moved between ranks meanwhile, in or out */
+    int32_t rank;
+    int32_t track, lane;       /* CTA and its role, or worker and 0: events of one lane do not overlap */
+    int32_t sm;                /* where the CTA ran; the worker */
+    int32_t kind;              /* mok_trace_kind */
+    int32_t tile, part;        /* table tile (piece of a weight gradient; -1: none), and which of its tasks */
+    int32_t shared;            /* 1: of the shared expert */
+} mok_trace_event;
+
+/* Each lane keeps its youngest `events_per_lane` events from here on (0: 2048; rounded up to a power of two, 2^20 at most), in memory that the
+ * library takes: 32 bytes each. Starting again forgets. Local; waits for the workspace's work. Graphs captured earlier are not traced. MOK_E_MEMORY. */
+MOK_API mok_status mok_trace_start(mok_workspace *workspace, int64_t events_per_lane);
+/* Ends it and gives the memory back. Fine without a trace. */
+MOK_API mok_status mok_trace_stop(mok_workspace *workspace);
+/* What was kept, sorted by begin. *count: room in, number out; events NULL: only the number. Waits for the workspace's work. *lost (may be NULL): events
+ * that were overwritten. MOK_E_STATE without a trace. */
+MOK_API mok_status mok_trace_read(mok_workspace *workspace, mok_trace_event *events, int64_t *count, int64_t *lost);
+
+typedef enum mok_trace_format {
+    MOK_TRACE_CHROME = 1, /* JSON for chrome://tracing and ui.perfetto.dev: a process per rank, a thread per lane */
+    MOK_TRACE_SVG = 2,    /* a picture: time to the right, a line per lane */
+    MOK_TRACE_TEXT = 3,   /* share of each kind of lane's time, longest waits, link rate over time */
+} mok_trace_format;
+/* Writes events, of one rank or of several one behind the other, to a file. Pure: any thread. MOK_E_ARG, MOK_E_ENV with the reason. */
+MOK_API mok_status mok_trace_save(const mok_trace_event *events, int64_t count, mok_trace_format format, const char *path);
+/* "s2_gate_up", and its group; "unknown" for no kind. lane -> "math0"; static strings. */
+MOK_API const char *mok_trace_kind_name(int32_t kind);
+MOK_API const char *mok_trace_kind_group(int32_t kind);
+
 /* What is notable but no error, a line at a time: ranks that come late, and when they came. From any thread, which must not call the library from
  * it. NULL: nobody listens (then MOK_LOG=stderr in the environment prints lines there). Otherwise the library never prints. */
 MOK_API void mok_set_log(void (*line)(void *user, const char *text), void *user);

@@ -59,6 +59,8 @@ static mok_status exchange_verdict(mok_group *group, mok_status status, const mo
 
 static void release(mok_workspace *w)
 {
+    if (w->trace.memory)
+        w->backend->memory_free(w, w->trace.memory);
     if (w->state)
         w->backend->close(w);
     if (w->heap)

@@ -5,6 +5,7 @@
 #include "backend/operation.h"
 #include "layout/config.h"
 #include "layout/memory.h"
+#include "layout/trace.h"
 #include "mok.h"
 #include "peer/group.h"
 
@@ -63,6 +64,7 @@ struct mok_workspace {
     bool broken;                /* a wait ran out or a launch failed: the ranks are no longer in step */
     mok_stats stats;
     void *state;                /* the backend's */
+    mk_trace trace;             /* tracks and lanes by the backend's open; memory while a trace is kept */
     mok_workspace *next;        /* of the group handle's list */
     uint32_t number;            /* among the group's workspaces, from 1, as they were created: the same on all ranks */
 };

@@ -48,6 +48,7 @@ static mok_status open_state(mok_workspace *w)
     int32_t workers = w->config.cpu_threads ? w->config.cpu_threads : (int32_t)mk_max(cores / w->dims.num_ranks, 1);
     mk_cpu_state *s = calloc(1, sizeof *s);
     w->config.cpu_threads = workers;
+    w->trace = (mk_trace){.tracks = workers, .lanes = 1};
     w->state = s;
     bool complete = s && (s->pool = mk_pool_create(workers)) && (s->scratch = calloc((size_t)workers, sizeof *s->scratch));
     for (int32_t i = 0; complete && i < workers; i++) {

@@ -6,6 +6,7 @@
 #include "base/error.h"
 #include "cpu/call.h"
 #include "cpu/run.h"
+#include "cpu/trace.h"
 
 /* --- waiting and signalling ---------------------------------------------------------------------------------------- */
 static uint32_t *counter_at(mk_cpu_run *run, int32_t counter, int64_t index) { return run->counters + mk_counter_index(run->d, counter, index); }
@@ -102,6 +103,36 @@ static void finish_task(mk_cpu_run *run, mk_task task)
         __atomic_store_n(&run->grads->ready[piece->expert], run->grads->ready_value, __ATOMIC_RELEASE);
 }
 
+/* Rows of a tile whose token is another rank's, and how many of them are pulled. */
+static void count_peer_rows(const mk_cpu_run *run, int64_t tile, uint8_t *peer_rows, uint32_t *pulled)
+{
+    bool backward = run->walk.pass == MK_PASS_BACKWARD;
+    for (int64_t i = 0; i < MK_ROW_TILE; i++) {
+        const mk_row *row = &run->table.rows[tile * MK_ROW_TILE + i];
+        bool peer = row->src_rank >= 0 && row->src_rank != run->d->rank;
+        int64_t from = backward ? row->copy_bwd : row->copy_fwd;
+        *peer_rows = (uint8_t)(*peer_rows + peer);
+        *pulled += peer && (from < 0 || from / MK_ROW_TILE >= run->walk.num_tiles);
+    }
+}
+
+/* What a finished task is in the trace. Products carry their epilogues with them here. */
+static mk_trace_event describe(const mk_cpu_run *run, mk_task task)
+{
+    mk_trace_event e = {.tile = task.tile, .part = (uint16_t)task.part, .kind = (uint8_t)mk_trace_kind_of(task.kind),
+                        .shared = (uint8_t)mk_trace_is_shared(task.kind)};
+    int64_t row_bytes = MK_ROW_BYTES(run->d, run->d->hidden);
+    uint32_t pulled = 0;
+    if (task.kind == MK_TASK_DISPATCH) {
+        count_peer_rows(run, task.tile, &e.peer_rows, &pulled);
+        e.link_bytes = pulled * (uint32_t)(row_bytes * (run->walk.pass == MK_PASS_BACKWARD ? 1 + run->need_x : 1));
+    } else if (task.kind == MK_TASK_DOWN || task.kind == MK_TASK_DGRAD_GATE_UP) {
+        bool dweight = task.kind == MK_TASK_DGRAD_GATE_UP && task.part == 0;
+        e.link_bytes = (uint32_t)(2 * mk_num_cols(task.part, run->d->hidden) + 4 * dweight); /* of one row: see layout/trace.h */
+    }
+    return e;
+}
+
 static void walk_tasks(void *argument, int32_t worker)
 {
     mk_cpu_run *run = argument;
@@ -112,11 +143,20 @@ static void walk_tasks(void *argument, int32_t worker)
         if (task.kind == MK_TASK_NONE)
             return;
         int n = mk_task_needs(&run->walk, &run->table, run->d, task, needs);
+        uint64_t begin = mk_cpu_trace_time(run->w);
         for (int i = 0; i < n; i++)
             for (int32_t index = needs[i].first; index < needs[i].end; index++)
                 if (!mk_cpu_wait_counter(run, needs[i].counter, index, needs[i].count))
                     return;
+        if (begin) {
+            mk_trace_event e = describe(run, task);
+            e.kind = task.kind == MK_TASK_DISPATCH ? MK_TRACE_wait_slot : MK_TRACE_wait_operands;
+            e.link_bytes = e.peer_rows = 0;
+            begin = n ? mk_cpu_trace(run->w, worker, begin, e) : begin;
+        }
         run_task(run, scratch, task);
+        if (begin)
+            mk_cpu_trace(run->w, worker, begin, describe(run, task));
         finish_task(run, task);
     }
 }
@@ -142,11 +182,14 @@ static void reduce_tokens(void *argument, int32_t worker)
 {
     mk_cpu_run *run = argument;
     int64_t first, end;
+    bool forward = run->walk.pass == MK_PASS_FORWARD;
+    uint64_t begin = mk_cpu_trace_time(run->w);
     share_of(run, worker, &first, &end);
-    if (run->walk.pass == MK_PASS_FORWARD)
+    if (forward)
         mk_cpu_s5_combine(run, first, end);
     else
         mk_cpu_s5_combine_bwd(run, first, end);
+    mk_cpu_trace_plain(run->w, worker, begin, forward ? MK_TRACE_s5_reduce : MK_TRACE_s5_reduce_bwd, 0);
 }
 
 /* --- setting up ------------------------------------------------------------------------------------------------------ */
@@ -327,18 +370,23 @@ mok_status mk_cpu_pass(mok_workspace *w, const mk_call *call)
     if (backward)
         run.need_x = run.want_weights || run.walk.replay_from < run.walk.num_tiles;
 
+    uint64_t begin = mk_cpu_trace_plain(w, 0, mk_cpu_trace_time(w), MK_TRACE_call, call->operation);
     MK_TRY(mk_cpu_call_open(w, call, run.table.head->number));
     if (backward)
         publish(&run, b->x, b->dout, b->router_weights);
     else
         publish(&run, f->x, NULL, forward ? f->router_weights : NULL);
+    begin = mk_cpu_trace_plain(w, 0, begin, MK_TRACE_publish, 0);
     MK_TRY(mk_cpu_call_meet(w, call));
+    mk_cpu_trace_plain(w, 0, begin, MK_TRACE_rank_barrier, 0);
     mok_status status = walk_pass(&run);
     if (status != MOK_OK) {
         w->broken = true;
         return status;
     }
+    begin = mk_cpu_trace_time(w);
     MK_TRY(mk_cpu_barrier(w, backward ? "the end of backward" : forward ? "the end of forward" : "the end of recompute", call->layer));
+    mk_cpu_trace_plain(w, 0, begin, MK_TRACE_rank_barrier, 1);
     if (forward || run.want_data)
         mk_pool_run(((mk_cpu_state *)w->state)->pool, reduce_tokens, &run);
     if (!backward && f->context)

@@ -5,6 +5,7 @@
 #include "base/error.h"
 #include "cpu/call.h"
 #include "cpu/run.h"
+#include "cpu/trace.h"
 #include "layout/pieces.h"
 
 typedef struct schedule_job {
@@ -152,10 +153,13 @@ mok_status mk_cpu_s0_schedule(mok_workspace *w, const mk_call *call)
     const mok_schedule_args *a = &call->schedule;
     schedule_job s = {.w = w, .d = &w->dims, .t = mk_table_at(&w->memory, a->schedule), .number = w->calls + 1};
     size_t id_bytes = sizeof(int32_t) * (size_t)(a->num_tokens * w->dims.topk);
+    uint64_t begin = mk_cpu_trace_plain(w, 0, mk_cpu_trace_time(w), MK_TRACE_call, call->operation);
     MK_TRY(mk_cpu_call_open(w, call, s.number));
     if (id_bytes)
         memcpy((int32_t *)(void *)(w->heap + w->memory.expert_ids) + (int64_t)(s.number & 1) * MK_SLOTS(s.d), a->expert_ids, id_bytes);
+    begin = mk_cpu_trace_plain(w, 0, begin, MK_TRACE_publish, 0);
     MK_TRY(mk_cpu_call_meet(w, call));
+    begin = mk_cpu_trace_plain(w, 0, begin, MK_TRACE_rank_barrier, 0);
 
     s.t.head->magic = 0; /* whatever was here before, it is no schedule until this one is complete */
     s.t.token_first[0] = 0;
@@ -179,6 +183,7 @@ mok_status mk_cpu_s0_schedule(mok_workspace *w, const mk_call *call)
     for (int64_t r = 0; r < (int64_t)h->num_tiles * MK_ROW_TILE; r++)
         h->rows_peer += s.t.rows[r].src_rank >= 0 && s.t.rows[r].src_rank != w->dims.rank;
     h->magic = MK_SCHEDULE_MAGIC;
+    mk_cpu_trace_plain(w, 0, begin, MK_TRACE_s0_schedule, 0);
     w->stats.schedules++;
     return MOK_OK;
 }
