@@ -68,7 +68,7 @@ static bool run(const bench_settings *s, const layer_problem *p, bench_layer *ou
 {
     static const int32_t first_device[4096];
     bool cuda = s->cfg.backend == MOK_BACKEND_CUDA;
-    layer_options o = {.ranks = s->ranks, .forward_only = cuda, .devices = cuda ? first_device : NULL, .save = s->save, .save_rows = s->save_rows,
+    layer_options o = {.ranks = s->ranks, .devices = cuda ? first_device : NULL, .save = s->save, .save_rows = s->save_rows,
                        .mx_prequantised = !s->requantise, .cpu_threads = s->threads, .backend = s->cfg.backend,
                        .repeat = s->repeat + 1, .before_pass = before_pass};
     layer_result r;

@@ -161,8 +161,7 @@ int command_check(int argc, char **argv)
         bool ok = shape_resolve(&shape, &s.cfg, name, NULL, error, sizeof error) && shape_dtype(dtype, &s.cfg.dtype, error, sizeof error) && shape_backend(backend, &s.cfg.backend, error, sizeof error) &&
                   shape_backend_usable(s.cfg.backend, error, sizeof error);
         s.cfg.mx_wgrad_bf16 = wgrad_bf16;
-        s.forward_only = s.cfg.backend == MOK_BACKEND_CUDA;
-        s.num_devices = s.forward_only ? (int32_t)devices : 0;
+        s.num_devices = s.cfg.backend == MOK_BACKEND_CUDA ? (int32_t)devices : 0;
         s.seed = seed >= 0 ? (uint64_t)seed : fresh_seed();
         ok = ok && is_legal(&s, error, sizeof error);
         if (ok)

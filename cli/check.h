@@ -31,7 +31,7 @@ typedef struct check_settings {
     uint64_t seed;
     double dropped;
     bool quick;
-    bool forward_only;     /* the cuda backend, which has no backward yet */
+    bool forward_only;     /* no backward */
     int32_t num_devices;   /* cuda: GPUs that the ranks are spread over, several to each if need be */
 } check_settings;
 

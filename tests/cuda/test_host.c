@@ -535,9 +535,15 @@ static void refuse_all(rank_env *e)
     b.router_weights = e->weights;
     b.weights = f.weights;
     b.dx = e->out;
+    b.grads.down.experts = (void *const *)&b.dx;
     EXPECT(mok_backward(e->w, &b, NULL), MOK_E_UNSUPPORTED);
-    CHECK_STR(mok_last_error(), "backend cuda has no backward yet");
+    CHECK_STR(mok_last_error(), "grads.down.experts is given: backend cuda writes packed gradients only");
     SAME_TEXT(launches_of(0, first), "call_open rank_barrier call_check rank_barrier");
+
+    first = fake.launches;
+    b.grads.down.experts = NULL;
+    EXPECT(mok_backward(e->w, &b, NULL), MOK_OK);
+    SAME_TEXT(launches_of(0, first), "call_open publish rank_barrier call_check backward_fused rank_barrier s5_combine_bwd");
 }
 
 TEST(a_refusal_takes_part_in_the_calls_barriers)
@@ -905,6 +911,7 @@ static void count_on_device(const char *name, const void *params)
     state->done[p->operation]++;
     state->rows_pulled += 10;
     state->rows_pulled_peer += 4;
+    state->row_moves_peer += 4;
     state->rows_copied += 3;
     state->ring_rotations += 2;
     if (p->operation == 1) {

@@ -1,4 +1,4 @@
-/* The cuda backend's forward on a real GPU, through mok.h: every model's shape scaled to one GPU against the cpu backend, awkward shapes, and the
+/* The cuda backend on a real GPU, forward and backward, through mok.h: every model's shape scaled to one GPU against the cpu backend, awkward shapes, and the
  * bits over virtual ranks, ring, minibatch, tiles, staged and fused. All ring padding is NaN before each pass. Skipped, and counted as such, where
  * there is no GPU. MOK_TEST_QUICK=1 leaves the large shapes out (compute-sanitizer). */
 #define TEST_WATCHDOG 900
@@ -23,8 +23,8 @@ static void poison_ring(mok_workspace *w, void *user)
 {
     (void)user;
     const mk_memory *m = &w->memory;
-    int64_t ranges[][2] = {{m->ring_x, m->ring_weight}, {m->shared_gate, m->shared_scale}};
-    for (int i = 0; i < 2; i++) {
+    int64_t ranges[][2] = {{m->ring_x, m->counters}};
+    for (int i = 0; i < 1; i++) {
         size_t bytes = (size_t)(ranges[i][1] - ranges[i][0]);
         void *nan = malloc(bytes + 1);
         memset(nan, 0xff, bytes);
@@ -46,7 +46,6 @@ static bool run(const layer_problem *p, layer_options o, layer_result *r)
     int32_t devices[64];
     const char *number = getenv("MOK_TEST_DEVICES"); /* how many GPUs the ranks are spread over; default 1: virtual ranks */
     char error[512];
-    o.forward_only = true;
     if (o.backend == MOK_BACKEND_CUDA) {
         for (int32_t i = 0; i < 64; i++)
             devices[i] = i % (number ? atoi(number) : 1);
@@ -63,6 +62,17 @@ static bool run(const layer_problem *p, layer_options o, layer_result *r)
     return status == MOK_OK;
 }
 
+/* Relative error of n values, bf16 or fp32, against the cpu's. */
+static double error_of(const void *got, const void *want, int64_t n, bool fp32)
+{
+    double *truth = malloc(sizeof *truth * (size_t)(n + 1));
+    for (int64_t i = 0; i < n; i++)
+        truth[i] = fp32 ? (double)((const float *)want)[i] : layer_float(((const uint16_t *)want)[i]);
+    double error = !n ? 0 : fp32 ? reference_error_float(got, truth, n) : reference_error_bf16(got, truth, n);
+    free(truth);
+    return error;
+}
+
 /* GPU and CPU differ by roundings only: far less than what a bf16 chain loses against float64 (4e-3 on such data). */
 static void compare_with_cpu(const char *what, const mok_config *c, int64_t tokens, layer_routing routing)
 {
@@ -72,15 +82,27 @@ static void compare_with_cpu(const char *what, const mok_config *c, int64_t toke
         TEST_FAILED("%s: no memory", what);
         return;
     }
-    if (run(&p, (layer_options){.ranks = 1, .backend = MOK_BACKEND_CUDA}, &gpu) && run(&p, (layer_options){.ranks = 1, .backend = MOK_BACKEND_CPU}, &cpu)) {
+    if (run(&p, (layer_options){.ranks = 1, .backend = MOK_BACKEND_CUDA, .grad_dtype = MOK_FP32}, &gpu) &&
+        run(&p, (layer_options){.ranks = 1, .backend = MOK_BACKEND_CPU, .grad_dtype = MOK_FP32}, &cpu)) {
         int64_t n = tokens * c->hidden;
         double *truth = malloc(sizeof *truth * (size_t)(n + 1));
         for (int64_t i = 0; i < n; i++)
             truth[i] = layer_float(cpu.out[i]);
-        double error = n ? reference_error_bf16(gpu.out, truth, n) : 0;
-        printf("  %-24s T %6lld H %5lld I %5lld E %3lld K %2lld: gpu against cpu %.2e\n", what, (long long)tokens, (long long)c->hidden, (long long)c->intermediate,
-               (long long)c->num_experts, (long long)c->topk, error);
+        double error = n ? reference_error_bf16(gpu.out, truth, n) : 0, dx = error_of(gpu.dx, cpu.dx, n, false);
+        int64_t matrix = c->num_experts * c->hidden * c->intermediate, shared = c->hidden * c->shared_intermediate;
+        double grads[] = {error_of(gpu.drouter_weights, cpu.drouter_weights, tokens * c->topk, true), error_of(gpu.dgate, cpu.dgate, matrix, true),
+                          error_of(gpu.dup, cpu.dup, matrix, true), error_of(gpu.ddown, cpu.ddown, matrix, true),
+                          error_of(gpu.dshared_gate, cpu.dshared_gate, shared, true), error_of(gpu.dshared_up, cpu.dshared_up, shared, true),
+                          error_of(gpu.dshared_down, cpu.dshared_down, shared, true),
+                          error_of(gpu.dshared_output_gate, cpu.dshared_output_gate, shared ? c->hidden : 0, true)};
+        double worst = dx;
+        for (size_t i = 0; i < sizeof grads / sizeof *grads; i++)
+            worst = grads[i] > worst || grads[i] != grads[i] ? grads[i] : worst;
+        printf("  %-24s T %6lld H %5lld I %5lld E %3lld K %2lld: gpu against cpu: out %.2e, dx %.2e, worst gradient %.2e\n", what, (long long)tokens,
+               (long long)c->hidden, (long long)c->intermediate, (long long)c->num_experts, (long long)c->topk, error, dx, worst);
         CHECK_LE(error, 3e-3);
+        CHECK_LE(dx, 4e-3);
+        CHECK_LE(worst, 4e-3);
         CHECK_BYTES(gpu.tokens_per_expert, cpu.tokens_per_expert, sizeof(int64_t) * (size_t)c->num_experts);
         CHECK_EQ(gpu.stats[0].rows, cpu.stats[0].rows);
         free(truth);
@@ -132,6 +154,18 @@ TEST(Z10_tokens_from_none_to_many_and_topk_from_1_to_16)
     compare_with_cpu("one expert has all", &one, 700, LAYER_ONE_EXPERT);
 }
 
+/* Everything but the shared expert's weight gradients, which are per rank. */
+static void check_gradient_bytes(const layer_result *r, const layer_result *want, const layer_problem *p)
+{
+    const mok_config *c = &p->cfg;
+    size_t matrix = (size_t)(c->num_experts * c->hidden * c->intermediate * r->grad_bytes);
+    CHECK_BYTES(r->dx, want->dx, (size_t)(p->tokens * c->hidden) * 2);
+    CHECK_BYTES(r->drouter_weights, want->drouter_weights, (size_t)(p->tokens * c->topk) * 4);
+    CHECK_BYTES(r->dgate, want->dgate, matrix);
+    CHECK_BYTES(r->dup, want->dup, matrix);
+    CHECK_BYTES(r->ddown, want->ddown, matrix);
+}
+
 /* One problem over everything that must not change a bit. */
 TEST(D1_bits_over_ranks_ring_minibatch_tiles_and_kernels)
 {
@@ -139,18 +173,20 @@ TEST(D1_bits_over_ranks_ring_minibatch_tiles_and_kernels)
     mok_config c = shape_of(512, 384, 128, 12, 3);
     layer_problem p;
     layer_result first = {0}, r;
-    int64_t tokens = quick() ? 90 : 700, n = tokens * c.hidden * 2, rotations = 0, copied = 0;
+    int64_t tokens = quick() ? 90 : 700, n = tokens * c.hidden * 2, rotations = 0, copied = 0, continued = 0, replayed = 0;
     REQUIRE(layer_make(&p, &c, tokens, LAYER_UNIFORM, 0.1, test_seed()));
     static const int32_t ranks[] = {1, 2, 3, 4, 8};
     static const int64_t rings[][2] = {{0, 0}, {256, 128}, {768, 256}};
+    static const mok_save saves[] = {MOK_SAVE_ALL, MOK_SAVE_NONE, MOK_SAVE_RING};
     static const char *const ways[][2] = {{"fused", "narrow"}, {"staged", "narrow"}, {"staged", "wide"}};
     for (size_t w = 0; w < 3; w++)
         for (size_t k = 0; k < 5; k++)
             for (size_t g = 0; g < 3; g++) {
                 setenv("MOK_FORWARD", ways[w][0], 1);
+                setenv("MOK_BACKWARD", ways[w][0], 1);
                 setenv("MOK_TILE", ways[w][1], 1);
                 layer_options o = {.ranks = ranks[k], .backend = MOK_BACKEND_CUDA, .ring_rows = rings[g][0], .minibatch_rows = rings[g][1],
-                                   .minibatch_rows_bwd = rings[g][1], .repeat = 2};
+                                   .minibatch_rows_bwd = rings[g][1], .repeat = 2, .save = saves[(w + k + g) % 3]};
                 if (!run(&p, o, &r))
                     return;
                 if (!first.out) {
@@ -158,16 +194,22 @@ TEST(D1_bits_over_ranks_ring_minibatch_tiles_and_kernels)
                     continue;
                 }
                 CHECK_BYTES(r.out, first.out, (size_t)n);
+                check_gradient_bytes(&r, &first, &p);
                 for (int32_t i = 0; i < ranks[k]; i++) {
                     rotations += r.stats[i].ring_rotations;
                     copied += r.stats[i].rows_copied;
-                    CHECK_EQ(r.stats[i].rows_pulled_peer, 2 * r.info[i].rows_pulled_peer_fwd);
+                    continued += r.stats[i].wgrad_continued;
+                    replayed += r.stats[i].rows_replayed;
+                    CHECK_EQ(r.stats[i].rows_pulled_peer, 2 * (r.info[i].rows_pulled_peer_fwd + r.info[i].rows_pulled_peer_bwd));
                 }
                 layer_result_free(&r);
             }
     unsetenv("MOK_FORWARD");
+    unsetenv("MOK_BACKWARD");
     unsetenv("MOK_TILE");
-    CHECK(rotations > 3 && copied > 0);
+    printf("  over these runs: %lld ring rotations, %lld rows copied, %lld replayed, %lld weight gradients continued\n", (long long)rotations, (long long)copied,
+           (long long)replayed, (long long)continued);
+    CHECK(rotations > 3 && copied > 0 && replayed > 0 && continued > 0);
     layer_result_free(&first);
     layer_free(&p);
 }
@@ -183,6 +225,7 @@ TEST(Z7_unequal_tokens_some_ranks_without_any)
     if (run(&p, (layer_options){.ranks = 1, .backend = MOK_BACKEND_CUDA}, &one) &&
         run(&p, (layer_options){.ranks = 4, .backend = MOK_BACKEND_CUDA, .tokens_of_rank = split}, &four)) {
         CHECK_BYTES(four.out, one.out, 300 * 256 * 2);
+        check_gradient_bytes(&four, &one, &p);
         layer_result_free(&four);
     }
     layer_result_free(&one);
@@ -204,6 +247,7 @@ TEST(C3_a_thousand_repeats_have_the_same_bits)
             continue;
         }
         CHECK_BYTES(r.out, first.out, 1024 * 1024 * 2);
+        check_gradient_bytes(&r, &first, &p);
         layer_result_free(&r);
     }
     layer_result_free(&first);
