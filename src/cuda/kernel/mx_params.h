@@ -1,0 +1,32 @@
+/* What the host hands to the kernels of MXFP8 (src/cuda/kernel/mx.cu): as params.h.
+ *
+ *   kernel                    params                grid x block    what it does
+ *   mok_mx_quantise_rows      mk_mx_rows_params     any x 256       bf16 [num_rows, cols] -> rows of mx/mx.h (tokens, as they travel)
+ *   mok_mx_widen_rows         mk_mx_rows_params     any x 256       the way back
+ *   mok_mx_quantise_matrix    mk_mx_matrix_params   any x 256       bf16 [count, rows, cols] -> e4m3 and scales, blocks along cols
+ *   mok_mx_quantise_turned    mk_mx_matrix_params   any x 256, MK_MX_TURNED_SHARED bytes   -> e4m3 [count, cols, rows], blocks along rows
+ *   mok_mx_widen_matrix       mk_mx_matrix_params   any x 256       e4m3 [count, rows, cols] and scales -> bf16, for chips without MX units
+ *
+ * All work is spread over whatever grid there is. rows and cols are multiples of 32; all pointers are multiples of 16. */
+#ifndef MK_CUDA_KERNEL_MX_PARAMS_H
+#define MK_CUDA_KERNEL_MX_PARAMS_H
+
+#include "mx/mx.h"
+
+enum { MK_MX_TURNED_ROWS = 128, MK_MX_TURNED_COLS = 64, MK_MX_TURNED_SHARED = MK_MX_TURNED_ROWS * MK_MX_TURNED_COLS * 2 };
+
+typedef struct mk_mx_rows_params {
+    void *bf16;             /* [num_rows, cols] */
+    void *rows;             /* num_rows rows of mk_mx_row_stride(cols) bytes */
+    int64_t num_rows, cols;
+    uint64_t *not_finite;   /* NaN and infinities are added; may be NULL */
+} mk_mx_rows_params;
+
+typedef struct mk_mx_matrix_params {
+    void *bf16;             /* [count, rows, cols] */
+    void *data, *scales;    /* turned: of [cols, rows] matrices */
+    int64_t count, rows, cols;
+    uint64_t *not_finite;   /* as above; of mok_mx_quantise_matrix alone, which sees the same elements as _turned */
+} mk_mx_matrix_params;
+
+#endif

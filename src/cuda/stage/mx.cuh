@@ -1,0 +1,185 @@
+/* MXFP8 on a GPU: quantises and widens rows and matrices with the functions of mx/mx.h, so that bits are the CPU's. Bound by memory:
+ * a thread moves 16 bytes of bf16 at a time, four threads share a block of 32. */
+#ifndef MK_STAGE_MX_CUH
+#define MK_STAGE_MX_CUH
+
+#include "cuda/arch/arch.cuh"
+#include "cuda/kernel/mx_params.h"
+
+namespace mk {
+
+struct alignas(8) MxElements8 { uint32_t low, high; }; /* eight e4m3 */
+
+/* ---- eight numbers in registers ---- */
+MK_DEVICE uint16_t mx_number(const Vec4 &v, int i)
+{
+    const uint32_t word = i / 2 == 0 ? v.x : i / 2 == 1 ? v.y : i / 2 == 2 ? v.z : v.w;
+    return (uint16_t)(word >> 16 * (i & 1));
+}
+
+MK_DEVICE uint16_t mx_amax8(const Vec4 &v)
+{
+    uint16_t amax = 0;
+    MK_UNROLL for (int i = 0; i < 8; i++)
+        amax = mk_mx_amax(amax, mx_number(v, i));
+    return amax;
+}
+
+MK_DEVICE MxElements8 mx_encode8(const Vec4 &v, uint8_t scale)
+{
+    uint32_t half[2] = {0, 0};
+    MK_UNROLL for (int i = 0; i < 8; i++)
+        half[i / 4] |= (uint32_t)mk_mx_encode(mx_number(v, i), scale) << 8 * (i & 3);
+    return {half[0], half[1]};
+}
+
+MK_DEVICE Vec4 mx_widen8(const MxElements8 &e, uint8_t scale)
+{
+    uint32_t word[4];
+    MK_UNROLL for (int i = 0; i < 4; i++) {
+        const uint32_t pair = (i < 2 ? e.low : e.high) >> 16 * (i & 1);
+        word[i] = mk_mx_widen((uint8_t)pair, scale) | (uint32_t)mk_mx_widen((uint8_t)(pair >> 8), scale) << 16;
+    }
+    return {word[0], word[1], word[2], word[3]};
+}
+
+/* Usually there are none, so nothing is added up across threads. */
+MK_DEVICE void mx_count_not_finite(uint64_t *counter, const Vec4 &v)
+{
+    uint32_t count = 0;
+    MK_UNROLL for (int i = 0; i < 8; i++)
+        count += !mk_mx_is_finite(mx_number(v, i));
+    if (count != 0 && counter)
+        counter_add_relaxed_gpu(counter, (uint64_t)count);
+}
+
+/* ---- rows ---- */
+/* One warp, one row of `cols` numbers: elements to `data`, the scale of block b to scale_at(b). */
+template <class ScaleAt> MK_DEVICE void mx_quantise_row(const uint16_t *from, int64_t cols, uint8_t *data, uint64_t *not_finite, const ScaleAt &scale_at)
+{
+    const uint32_t lane = lane_idx();
+    for (int64_t first = 0; first < cols; first += 256) {
+        const int64_t col = first + lane * 8;
+        const bool here = col < cols;
+        const Vec4 v = here ? load(reinterpret_cast<const Vec4 *>(from + col)) : Vec4{0, 0, 0, 0};
+        uint32_t amax = mx_amax8(v);
+        MK_UNROLL for (uint32_t mask = 1; mask < 4; mask *= 2) {
+            const uint32_t other = shuffle_xor(amax, mask);
+            amax = other > amax ? other : amax;
+        }
+        if (!here)
+            continue;
+        const uint8_t scale = mk_mx_scale((uint16_t)amax);
+        store(reinterpret_cast<MxElements8 *>(data + col), mx_encode8(v, scale));
+        if (lane % 4 == 0)
+            store(scale_at(col / MK_MX_BLOCK), scale);
+        mx_count_not_finite(not_finite, v);
+    }
+}
+
+/* All warps of the grid: row by row. */
+MK_DEVICE void mx_quantise_rows(const mk_mx_rows_params &p, int64_t warp, int64_t num_warps)
+{
+    for (int64_t r = warp; r < p.num_rows; r += num_warps) {
+        uint8_t *to = static_cast<uint8_t *>(p.rows) + r * mk_mx_row_stride(p.cols);
+        mx_quantise_row(static_cast<const uint16_t *>(p.bf16) + r * p.cols, p.cols, to, p.not_finite, [&](int64_t block) { return to + p.cols + block; });
+    }
+}
+
+MK_DEVICE void mx_widen_rows(const mk_mx_rows_params &p, int64_t warp, int64_t num_warps)
+{
+    for (int64_t r = warp; r < p.num_rows; r += num_warps) {
+        const uint8_t *from = static_cast<const uint8_t *>(p.rows) + r * mk_mx_row_stride(p.cols);
+        uint16_t *to = static_cast<uint16_t *>(p.bf16) + r * p.cols;
+        for (int64_t col = lane_idx() * 8; col < p.cols; col += 256)
+            store(reinterpret_cast<Vec4 *>(to + col), mx_widen8(load(reinterpret_cast<const MxElements8 *>(from + col)), load(from + p.cols + col / MK_MX_BLOCK)));
+    }
+}
+
+/* ---- matrices: scales in tiles ---- */
+/* Rows that only fill a tile have the scale of zeros, and so have columns. */
+MK_DEVICE void mx_quantise_matrix(const mk_mx_matrix_params &p, int64_t warp, int64_t num_warps)
+{
+    const int64_t padded = mk_round_up(p.rows, MK_MX_TILE), blocks = p.cols / MK_MX_BLOCK, padded_blocks = mk_ceil_div(p.cols, MK_MX_TILE) * 4;
+    for (int64_t i = warp; i < p.count * padded; i += num_warps) {
+        const int64_t m = i / padded, r = i % padded;
+        uint8_t *scales = static_cast<uint8_t *>(p.scales) + m * mk_mx_scale_bytes(p.rows, p.cols);
+        const int64_t at = (m * p.rows + r) * p.cols;
+        if (r < p.rows)
+            mx_quantise_row(static_cast<const uint16_t *>(p.bf16) + at, p.cols, static_cast<uint8_t *>(p.data) + at, p.not_finite,
+                         [&](int64_t block) { return scales + mk_mx_scale_index(r, block, p.cols); });
+        for (int64_t b = (r < p.rows ? blocks : 0) + lane_idx(); b < padded_blocks; b += 32)
+            store(scales + mk_mx_scale_index(r, b, p.cols), (uint8_t)MK_MX_SCALE_MIN);
+    }
+}
+
+MK_DEVICE void mx_widen_matrix(const mk_mx_matrix_params &p, int64_t warp, int64_t num_warps)
+{
+    for (int64_t i = warp; i < p.count * p.rows; i += num_warps) {
+        const int64_t m = i / p.rows, r = i % p.rows;
+        const uint8_t *scales = static_cast<const uint8_t *>(p.scales) + m * mk_mx_scale_bytes(p.rows, p.cols);
+        const uint8_t *from = static_cast<const uint8_t *>(p.data) + i * p.cols;
+        uint16_t *to = static_cast<uint16_t *>(p.bf16) + i * p.cols;
+        for (int64_t col = lane_idx() * 8; col < p.cols; col += 256)
+            store(reinterpret_cast<Vec4 *>(to + col), mx_widen8(load(reinterpret_cast<const MxElements8 *>(from + col)),
+                                                            load(scales + mk_mx_scale_index(r, col / MK_MX_BLOCK, p.cols))));
+    }
+}
+
+/* ---- the transpose ---- */
+struct MxTurnedShared {
+    uint16_t tile[MK_MX_TURNED_ROWS][MK_MX_TURNED_COLS];
+};
+static_assert(sizeof(MxTurnedShared) == MK_MX_TURNED_SHARED, "what the host asks for");
+
+/* A tile of the source, zeros outside the matrix. */
+MK_DEVICE void mx_load_tile(const uint16_t *from, int64_t rows, int64_t cols, int64_t row, int64_t col, MxTurnedShared &s)
+{
+    constexpr int kPieces = MK_MX_TURNED_COLS / 8;
+    MK_UNROLL for (int i = 0; i < MK_MX_TURNED_ROWS * kPieces / 256; i++) {
+        const int piece = (int)thread_idx() + i * 256, r = piece / kPieces, c = piece % kPieces * 8;
+        const bool there = row + r < rows && col + c < cols;
+        const Vec4 v = there ? load(reinterpret_cast<const Vec4 *>(from + (row + r) * cols + col + c)) : Vec4{0, 0, 0, 0};
+        store_shared_b128(smem_addr(&s.tile[r][c]), v);
+    }
+}
+
+/* One thread, one block: 32 rows of a column, neighbouring threads neighbouring columns (no bank is met twice). Its elements are 32 bytes of
+ * the transpose's row: a whole sector. */
+MK_DEVICE void mx_quantise_column(const MxTurnedShared &s, uint32_t c, uint32_t first, uint8_t *data, uint8_t *scale_at, bool there)
+{
+    uint16_t amax = 0;
+    MK_UNROLL for (int i = 0; i < MK_MX_BLOCK; i++)
+        amax = mk_mx_amax(amax, load(&s.tile[first + i][c]));
+    const uint8_t scale = mk_mx_scale(amax);
+    store(scale_at, there ? scale : (uint8_t)MK_MX_SCALE_MIN);
+    if (!there)
+        return;
+    MK_UNROLL for (int half = 0; half < 2; half++) {
+        uint32_t word[4] = {0, 0, 0, 0};
+        MK_UNROLL for (int i = 0; i < 16; i++)
+            word[i / 4] |= (uint32_t)mk_mx_encode(load(&s.tile[first + half * 16 + i][c]), scale) << 8 * (i & 3);
+        store(reinterpret_cast<Vec4 *>(data) + half, Vec4{word[0], word[1], word[2], word[3]});
+    }
+}
+
+/* A CTA takes tile after tile of the padded source. */
+MK_DEVICE void mx_quantise_turned(const mk_mx_matrix_params &p, MxTurnedShared &s)
+{
+    const int64_t across = mk_ceil_div(p.cols, MK_MX_TILE) * (MK_MX_TILE / MK_MX_TURNED_COLS), down = mk_ceil_div(p.rows, MK_MX_TURNED_ROWS);
+    for (int64_t i = block_idx(); i < p.count * down * across; i += num_blocks()) {
+        const int64_t m = i / (down * across), row = i / across % down * MK_MX_TURNED_ROWS, col = i % across * MK_MX_TURNED_COLS;
+        mx_load_tile(static_cast<const uint16_t *>(p.bf16) + m * p.rows * p.cols, p.rows, p.cols, row, col, s);
+        barrier_block_sync();
+        const uint32_t c = thread_idx() % MK_MX_TURNED_COLS, first = thread_idx() / MK_MX_TURNED_COLS * MK_MX_BLOCK;
+        const int64_t turned_row = col + c, turned_col = row + first;
+        uint8_t *scales = static_cast<uint8_t *>(p.scales) + m * mk_mx_scale_bytes(p.cols, p.rows);
+        uint8_t *data = static_cast<uint8_t *>(p.data) + (m * p.cols + turned_row) * p.rows + turned_col;
+        mx_quantise_column(s, c, first, data, scales + mk_mx_scale_index(turned_row, turned_col / MK_MX_BLOCK, p.rows),
+                        turned_row < p.cols && turned_col < p.rows);
+        barrier_block_sync(); /* before the next tile is loaded over this one */
+    }
+}
+
+} /* namespace mk */
+#endif
