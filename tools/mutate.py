@@ -2,10 +2,12 @@
 """Do the emulator tests notice a missing wait, fence, arrive or commit?
 
 Makes one mutant of src/cuda for every call of one (that call left out), and for a list of wrong swizzle bits, descriptor bits,
-parities and counts; runs the emulator tests with each until one fails. A mutant that no test notices survives: it must be
+parities, counts and needs; runs the emulator tests with each until one fails. A mutant that no test notices survives: it must be
 listed in tools/mutate_survivors.txt with the reason why it is redundant, or the tests are too weak.
 
     tools/mutate.py --build BUILD [--seeds N] [--only TEXT] [--sample N --seed S] [--minutes M] [--list]
+
+--seed chooses the sample. The tests' own seeds are 1 to N (--seeds) whatever the sample is, so that a mutant has one verdict.
 
 All mutants are compiled at once: each call becomes `mutant(n) ? nothing : call`, and MOK_MUTANT=n switches one on. BUILD is a
 CMake build folder with the emulator (its libraries are linked); the mutants' sources and programs go to BUILD/mutants.
@@ -13,14 +15,18 @@ The last line counts: "N passed, N failed, N skipped" (killed or explained, unex
 import argparse, concurrent.futures, os, random, re, shutil, subprocess, sys, time
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-TESTS = ["gemm", "forward"]  # tests/emu/test_<name>.cpp, in the order they are tried; --tests
+TESTS = ["gemm", "schedule", "dispatch", "forward"]  # tests/emu/test_<name>.cpp; --tests
+
+# Which of them run a file, the quickest to notice first; what is not listed: all but the core's own.
+RUN_BY = {"gemm/": ["gemm", "forward"], "stage/forward": ["forward"], "stage/s1_": ["dispatch", "forward"], "stage/s5_": ["forward"], "kernel/forward": ["forward"],
+          "arch/": ["gemm"], "layout/": ["forward"]}
 
 # Calls that are left out, where they stand as a statement of their own.
 CALLS = re.compile(r"\b(?:wait_(?:mbar|flag)\w*|mbar_arrive\w*|fence_\w+|barrier_\w+|bulk_commit|bulk_wait(?:_read)?<\d+>|wgmma_fence|wgmma_commit"
                    r"|wgmma_wait<\d+>|sync_warp|release_stage|flag_(?:store|add)_release\w*|\w+\.(?:release|wait_all|wait_all_but_last|wait_operands))\(")
-SKIP_DIRS = {"arch", "host"}  # bodies of the instructions; host code
+NO_CALLS = ("arch/", "host/", "layout/")  # bodies of the instructions; host code; plain C
 
-# Wrong values: file, the text just before an expression, the expression, what it may wrongly be.
+# Wrong values: file (below src/cuda, or src/layout), the text just before an expression, the expression, what it may wrongly be.
 WRONG = [
     ("gemm/mma.cuh", "return ", "kOperandLayout", ["kOperandLayout ^ 1ull << 62", "kOperandLayout ^ 1ull << 63", "kOperandLayout ^ 1ull << 37",
                                                    "kOperandLayout ^ 1ull << 49"]),
@@ -49,12 +55,41 @@ WRONG = [
     ("gemm/tile.cuh", "s.task_empty[i]), ", "(kTaskReaders + more_readers) * Tile::cluster",
      ["(kTaskReaders + more_readers) * Tile::cluster - 1", "(kTaskReaders + more_readers) * Tile::cluster + 1"]),
     ("gemm/tile.cuh", "parity ^= ", "slot / Slots & 1", ["0"]),
+    ("arch/tensor_map.h", "t.swizzle = ", "MK_SWIZZLE_128B", ["MK_SWIZZLE_NONE"]),
+    ("arch/tensor_map.h", "t.box[1] = ", "box_rows", ["box_rows / 2"]),
+    ("kernel/forward.cu", "lane_idx() == 0 && ", "cluster_rank() == 0", ["true"]),
+    ("stage/call.cuh", "r.memory.call_heads) + ", "(call & 1)", ["0"]),
+    ("stage/call.cuh", "load(&state->epoch) + ", "1", ["0"]),
+    ("stage/call.cuh", "(load(&device_state(r)->calls) & ", "1", ["0"]),
+    ("stage/forward.cuh", "gemm_init(s.gemm, ", "1", ["0", "2"]),
+    ("stage/forward.cuh", "mbar_init(smem_addr(&s.ready[i]), ", "1", ["2"]),
+    ("stage/forward.cuh", "w.grid.raises = ", "(int32_t)(TileForward::cluster * kWarpsPerTile<TileForward>)",
+     ["1", "(int32_t)kWarpsPerTile<TileForward>", "(int32_t)(TileForward::cluster * kWarpsPerTile<TileForward>) - 1", "(int32_t)(TileForward::cluster * kWarpsPerTile<TileForward>) + 1"]),
+    ("stage/forward.cuh", "->tickets[", "0", ["1"]),
+    ("stage/forward.cuh", "smem_addr(&s.ready[at.slot]), ", "at.parity", ["at.parity ^ 1"]),
+    ("stage/forward.cuh", "need.counter, need.first), ", "need.count", ["need.count - 1", "1"]),
+    ("stage/forward.cuh", "signal(", "MK_COUNTER_s4_tasks_done", ["MK_COUNTER_s2_bwd_tasks_done"]),
+    ("stage/s1_dispatch.cuh", "walk ? ", "mk_tile_before(walk, r.dims.ring_tiles, tile)", ["-1", "mk_tile_before(walk, r.dims.ring_tiles + 1, tile)"]),
+    ("stage/s1_dispatch.cuh", "d.duplicates = ", "(int32_t)population_count(behind & ~(behind + 1))", ["0", "(int32_t)population_count(behind)"]),
+    ("stage/s1_dispatch.cuh", "(uint32_t)d.duplicates == ", "DISPATCH_BATCH - 1", ["DISPATCH_BATCH"]),
+    ("stage/s1_dispatch.cuh", "MK_COUNTER_s1_rows_arrived, tile), (uint32_t)", "mk_valid_rows(&t, tile)", ["1"]),
+    ("stage/s1_dispatch.cuh", "(parities >> slot ^ ", "mine / Slots", ["0"]),
+    ("stage/s1_dispatch.cuh", "parities ^= ", "(count / Slots % 2 ? (1u << Slots) - 1 : 0) ^ ((1u << count % Slots) - 1)", ["0", "(1u << count % Slots) - 1"]),
+    ("stage/s1_dispatch.cuh", "at += MK_DISPATCH_AREA, parities ^= ", "1", ["0"]),
+    ("stage/s1_dispatch.cuh", "const uint32_t rows = d.source ? 1 + ", "(uint32_t)d.duplicates", ["0"]),
+    ("stage/s1_dispatch.cuh", "MK_COUNTER_s1_copies_done, ", "d.from / MK_ROW_TILE", ["tile"]),
+    ("stage/stage.cuh", "tickets[", "1 - ticket", ["ticket"]),
+    ("layout/depend.h", "MK_COUNTER_s1_copies_done, old, old + 1, ", "t->copies_out_fwd[old]", ["0", "t->copies_out_fwd[old] + 1"]),
+    ("layout/depend.h", "MK_COUNTER_s2_tasks_done, old, old + 1, ", "mk_raised(g, g->gate_up)", ["0", "mk_raised(g, g->gate_up) + 1"]),
+    ("layout/depend.h", "old = w->pass == MK_PASS_FORWARD ? ", "mk_tile_before(w, d->ring_tiles, tile)", ["-1"]),
+    ("layout/depend.h", "MK_COUNTER_shared_s2_tasks_done, tile, tile + 1, ", "mk_raised(g, g->shared_gate_up)", ["0"]),
+    ("layout/depend.h", "MK_COUNTER_s2_tasks_done, tile, tile + 1, ", "mk_raised(g, g->gate_up)", ["0"]),
+    ("layout/depend.h", "case MK_TASK_GATE_UP:\n        if (", "mk_need_rows(t, tile, &index, need)", ["0"]),
 ]
 
-PRELUDE = """
+PRELUDE = """/* tools/mutate.py: is mutant n switched on? Says once that it was reached. */
 #include <stdio.h>
 #include <stdlib.h>
-/* tools/mutate.py: is mutant n switched on? Says once that it was reached. */
 inline bool mutant(int n)
 {
     static const int chosen = getenv("MOK_MUTANT") ? atoi(getenv("MOK_MUTANT")) : -1;
@@ -84,51 +119,65 @@ def closing(code, start):
     raise ValueError("unbalanced parentheses")
 
 
+def sources():
+    """(folder below src, name as in `WRONG`) of every file that may be mutated."""
+    for root, below in ("cuda", ""), ("layout", "layout/"):
+        top = os.path.join(ROOT, "src", root)
+        for folder, dirs, files in os.walk(top):
+            dirs.sort()
+            for name in sorted(f for f in files if f.endswith((".cuh", ".cu", ".h"))):
+                yield root, below + os.path.relpath(os.path.join(folder, name), top)
+
+
+def in_tree(src, root, path):
+    return os.path.join(src, path if root == "layout" else os.path.join(root, path))
+
+
+def calls_in(text):
+    """(start, end) of every call of CALLS that is a statement of its own."""
+    code = code_only(text)
+    for m in CALLS.finditer(code):
+        end = closing(code, m.end() - 1)
+        before = code[:m.start()].rstrip()
+        if code[end:].lstrip().startswith(";") and before.endswith((";", "{", "}", ")", ":", "else")):
+            yield m.start(), end  # else it is a definition, or its value is used
+
+
 def find_mutants():
-    """Mutants as (file, line, what), and what to insert into each file, as (position, text)."""
+    """Mutants as (file, line, what), and what to insert into each file, as {(root, file): [(position, text)]}."""
     mutants, edits = [], {}
-    cuda = os.path.join(ROOT, "src", "cuda")
-    for folder, dirs, files in sorted(os.walk(cuda)):
-        dirs[:] = sorted(d for d in dirs if d not in SKIP_DIRS)
-        for name in sorted(f for f in files if f.endswith((".cuh", ".cu"))):
-            path = os.path.relpath(os.path.join(folder, name), cuda)
-            text = open(os.path.join(folder, name)).read()
-            code = code_only(text)
-            for m in CALLS.finditer(code):
-                end = closing(code, m.end() - 1)
-                before = code[:m.start()].rstrip()
-                if not code[end:].lstrip().startswith(";") or not (before.endswith((";", "{", "}", ")", ":")) or before.endswith("else")):
-                    continue  # a definition, or its value is used
-                call = text[m.start():end]
-                n = len(mutants)
-                mutants.append((path, text.count("\n", 0, m.start()) + 1, "without " + re.sub(r"\s+", " ", call)))
-                edits.setdefault(path, []).extend([(m.start(), f"(mutant({n}) ? (void)0 : (void)("), (end, "))")])
-            for file, before, expression, wrong in WRONG:
-                if file != path:
-                    continue
-                assert before + expression in text, f"{path} has no {before + expression!r} any more: mend WRONG in tools/mutate.py"
-                start = text.index(before + expression) + len(before)
-                choice = ""
-                for new in wrong:
-                    choice += f"mutant({len(mutants)}) ? ({new}) : "
-                    mutants.append((path, text.count("\n", 0, start) + 1, f"{expression}  ->  {new}"))
-                edits.setdefault(path, []).extend([(start, f"({choice}("), (start + len(expression), "))")])
+    for root, path in sources():
+        text = open(in_tree(os.path.join(ROOT, "src"), root, path)).read()
+        line = lambda at: text.count("\n", 0, at) + 1
+        insert = []
+        for start, end in [] if path.startswith(NO_CALLS) else calls_in(text):
+            insert += [(start, f"(mutant({len(mutants)}) ? (void)0 : (void)("), (end, "))")]
+            mutants.append((path, line(start), "without " + re.sub(r"\s+", " ", text[start:end])))
+        for before, expression, wrong in (w[1:] for w in WRONG if w[0] == path):
+            assert before + expression in text, f"{path} has no {before + expression!r} any more: mend WRONG in tools/mutate.py"
+            start = text.index(before + expression) + len(before)
+            choice = ""
+            for new in wrong:
+                choice += f"mutant({len(mutants)}) ? ({new}) : "
+                mutants.append((path, line(start), f"{expression}  ->  {new}"))
+            insert += [(start, f"({choice}("), (start + len(expression), "))")]
+        if insert:
+            edits[root, path] = insert
     return mutants, edits
 
 
 def write_tree(build, edits):
     tree = os.path.join(build, "mutants", "src")
     shutil.rmtree(os.path.join(build, "mutants"), ignore_errors=True)
-    shutil.copytree(os.path.join(ROOT, "src", "cuda"), os.path.join(tree, "cuda"))
-    for path, insertions in edits.items():
-        file = os.path.join(tree, "cuda", path)
+    for root in "cuda", "layout":
+        shutil.copytree(os.path.join(ROOT, "src", root), os.path.join(tree, root))
+    for (root, path), insertions in edits.items():
+        file = in_tree(tree, root, path)
         text = open(file).read()
         for at, new in sorted(insertions, reverse=True):
             text = text[:at] + new + text[at:]
         open(file, "w").write(text)
-    arch = os.path.join(tree, "cuda", "arch", "arch.cuh")
-    text = open(arch).read()
-    open(arch, "w").write(text.replace("#include <stdint.h>", "#include <stdint.h>" + PRELUDE, 1))
+    open(os.path.join(tree, "mutant.h"), "w").write(PRELUDE)
     return tree
 
 
@@ -138,7 +187,7 @@ def compile_tests(build, tree):
     jobs = []
     for name in TESTS:
         out = os.path.join(build, "mutants", "test_" + name)
-        jobs.append((name, subprocess.Popen(["g++", "-std=c++17", "-O1", "-ffp-contract=off", "-fno-math-errno", "-w", "-Wno-psabi", "-DMOK_EMU", "-I" + tree, "-I" + os.path.join(ROOT, "src"),
+        jobs.append((name, subprocess.Popen(["g++", "-std=c++17", "-O1", "-ffp-contract=off", "-fno-math-errno", "-w", "-Wno-psabi", "-DMOK_EMU", "-include", os.path.join(tree, "mutant.h"), "-I" + tree, "-I" + os.path.join(ROOT, "src"),
                                              "-I" + os.path.join(ROOT, "include"), "-I" + os.path.join(ROOT, "tests", "support"), "-I" + os.path.join(ROOT, "tests", "emu"),
                                              os.path.join(ROOT, "tests", "emu", f"test_{name}.cpp"), *libraries, "-o", out, "-lpthread", "-lm", "-ldl"])))
     for name, job in jobs:
@@ -179,6 +228,7 @@ def main():
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--build", required=True)
     options.add_argument("--seeds", type=int, default=3)
+    options.add_argument("--first-seed", type=int, default=1)
     options.add_argument("--seed", type=int, default=1)
     options.add_argument("--only", default="")
     options.add_argument("--sample", type=int, default=0)
@@ -200,7 +250,7 @@ def main():
     compile_tests(build, write_tree(build, edits))
     explained = read_survivors()
     known = set()
-    while (test := killed_by(build, -2, TESTS, 1, args.seed, known)[0]) is not None:
+    while (test := killed_by(build, -2, TESTS, 1, args.first_seed, known)[0]) is not None:
         case = test.split(": ")[1]
         if case.startswith("died"):
             sys.exit(f"without any mutant, {test}")
@@ -208,16 +258,16 @@ def main():
         known.add(case)
     deadline = time.time() + args.minutes * 60
     counts = {"passed": 0, "failed": 0, "skipped": 0}
-    print(f"{len(numbers)} of {len(mutants)} mutants, {args.seeds} seeds from {args.seed} on", flush=True)
+    print(f"{len(numbers)} of {len(mutants)} mutants, {args.seeds} seeds from {args.first_seed} on" + (f"; sample {args.seed}" if args.sample else ""), flush=True)
 
     def judge(n):
         file, line, what = mutants[n]
         where = f"{file}:{line}: {what}"
         if time.time() > deadline:
             return "skipped", f"SKIP {where}: out of time"
-        tests = [t for t in TESTS if t != "gemm" or file.startswith("gemm/")]  # the core's own test does not run the stages
-        test, reached = killed_by(build, n, tests, args.seeds, args.seed, known)
+        tests = next((tests for start, tests in RUN_BY.items() if file.startswith(start)), [t for t in TESTS if t != "gemm"])
         reason = explained.get((file, what))
+        test, reached = killed_by(build, n, [t for t in tests if t in TESTS], 1 if reason else args.seeds, args.first_seed, known)
         if test:
             return "passed", f"PASS {where}  [{test}]"
         if reason:

@@ -74,6 +74,7 @@ struct LayerRank {
     std::unique_ptr<emu::Buffer<int32_t>> ids;
     std::unique_ptr<emu::Buffer<float>> weights;
     std::unique_ptr<emu::Buffer<int64_t>> per_expert;
+    std::unique_ptr<emu::Buffer<mk_host_fault>> host_fault;
     mk_rank_params params = {};
     int32_t launches = 0;   /* of ticketed kernels */
 };
@@ -151,12 +152,15 @@ struct LayerCase {
         r.out = buffer<uint16_t>("out", r.num_tokens * h);
         r.per_expert = buffer<int64_t>("tokens per expert", 2 * shape.experts);
         memset(r.per_expert->host(), 0, sizeof(int64_t) * 2 * (size_t)shape.experts);
+        r.host_fault = buffer<mk_host_fault>("host fault", 1);
+        memset(r.host_fault->host(), 0, sizeof(mk_host_fault));
         poison(r);
         r.params.dims = r.dims;
         r.params.memory = r.memory;
         r.params.heap = reinterpret_cast<char *>(r.heap->device());
         r.params.local = reinterpret_cast<char *>(r.local->device());
         r.params.heaps = r.heaps->device();
+        r.params.host_fault = r.host_fault->device();
         r.params.fingerprint = 0x1234;
         r.params.timeout_ns = 1000000000;
         r.params.swiglu_limit = shape.limit > 0 ? shape.limit : INFINITY;

@@ -143,6 +143,38 @@ TEST(R1_bad_id_on_one_rank_is_found_by_all_and_nothing_runs)
         CHECK_EQ(f.value[1], 1);
         CHECK_EQ(f.value[2], 99);
         CHECK(!r.out->written(0));
+        const mk_host_fault &told = *r.host_fault->device();
+        CHECK_EQ(told.fault.kind, MK_FAULT_BAD_ID);
+        CHECK_EQ(told.fault.value[2], 99);
+        CHECK_EQ(told.zero.sequence, 1);
+        CHECK_EQ(told.other.operation, MK_OP_SCHEDULE);
+    }
+}
+
+/* Rank 1 never calls: rank 0's wait ends, says for whom, and nothing after it runs. */
+TEST(a_rank_that_does_not_come_is_named_when_the_time_is_over)
+{
+    LayerShape s;
+    s.tokens = {8, 8, 8};
+    LayerCase layer(s, test_seed());
+    layer.machine.let_time_pass(true);
+    for (int i : {0, 2}) {
+        layer.schedule(layer.ranks[(size_t)i]);
+        layer.forward(layer.ranks[(size_t)i]);
+    }
+    const emu::Result result = layer.machine.run();
+    if (!result.ok)
+        TEST_FAILED("%s", result.message.c_str());
+    for (int i : {0, 2}) {
+        const LayerRank &r = layer.ranks[(size_t)i];
+        const mk_fault &f = layer.state(r).fault, &told = r.host_fault->device()->fault;
+        CHECK_EQ(f.kind, MK_FAULT_TIMEOUT);
+        CHECK_EQ(f.rank, 1);
+        CHECK_EQ(f.call, 1);
+        CHECK_EQ(f.value[0], 0); /* epoch seen */
+        CHECK_EQ(f.value[1], 1); /* and wanted */
+        CHECK_BYTES(&told, &f, sizeof f);
+        CHECK(!r.out->written(0));
     }
 }
 

@@ -107,6 +107,33 @@ static inline void table_make(made_table *m, const mk_dims *d, const int64_t *to
     free(token_of_row);
 }
 
+/* Every field that the passes read; the made table is the truth. */
+static inline void table_compare(const made_table *m, void *schedule)
+{
+    const mk_dims *d = &m->d;
+    mk_table t = mk_table_at(&m->memory, schedule);
+    int64_t tiles = m->head.num_tiles, minibatches = mk_ceil_div(tiles, d->mb_tiles_bwd);
+    CHECK_EQ(t.head->num_tiles, tiles);
+    CHECK_EQ(t.head->num_rows, m->head.num_rows);
+    CHECK_EQ(t.head->num_pieces, m->head.num_pieces);
+    CHECK_EQ(t.head->tokens_global, m->num_global);
+    CHECK_EQ(t.head->rows_copied_fwd, m->head.rows_copied_fwd);
+    CHECK_EQ(t.head->rows_copied_bwd, m->head.rows_copied_bwd);
+    CHECK_EQ(t.head->rows_pulled_peer_fwd, m->head.rows_pulled_peer_fwd);
+    CHECK_EQ(t.head->rows_pulled_peer_bwd, m->head.rows_pulled_peer_bwd);
+    CHECK_EQ(t.head->rows_peer, m->head.rows_peer);
+    CHECK_BYTES(t.segment_tile, m->t.segment_tile, sizeof(int32_t) * (size_t)(d->experts_count + 1));
+    CHECK_BYTES(t.segment_rows, m->t.segment_rows, sizeof(int32_t) * (size_t)d->experts_count);
+    if (t.head->num_tiles != tiles)
+        return;
+    CHECK_BYTES(t.rows, m->t.rows, sizeof(mk_row) * (size_t)(tiles * MK_ROW_TILE));
+    CHECK_BYTES(t.copies_out_fwd, m->t.copies_out_fwd, sizeof(int32_t) * (size_t)tiles);
+    CHECK_BYTES(t.copies_out_bwd, m->t.copies_out_bwd, sizeof(int32_t) * (size_t)tiles);
+    CHECK_BYTES(t.pieces, m->t.pieces, sizeof(mk_piece) * (size_t)m->head.num_pieces);
+    CHECK_BYTES(t.piece_of_tile, m->t.piece_of_tile, sizeof(int32_t) * (size_t)tiles);
+    CHECK_BYTES(t.piece_first, m->t.piece_first, sizeof(int32_t) * (size_t)(minibatches + 1));
+}
+
 static inline void table_free(made_table *m) { free(m->schedule); }
 
 /* How many experts like to be liked: even, one takes most, or only few are alive. A share of the routes is dropped. */

@@ -9,32 +9,6 @@ typedef struct table_problem {
     int64_t copied, cut, empty, turned; /* over all ranks: the case is not empty */
 } table_problem;
 
-static void compare_tables(const ranks_env *e, const made_table *m, void *schedule)
-{
-    const mk_dims *d = &e->w->dims;
-    mk_table t = mk_table_at(&e->w->memory, schedule);
-    int64_t tiles = m->head.num_tiles, minibatches = mk_ceil_div(tiles, d->mb_tiles_bwd);
-    CHECK_EQ(t.head->num_tiles, tiles);
-    CHECK_EQ(t.head->num_rows, m->head.num_rows);
-    CHECK_EQ(t.head->num_pieces, m->head.num_pieces);
-    CHECK_EQ(t.head->tokens_global, m->num_global);
-    CHECK_EQ(t.head->rows_copied_fwd, m->head.rows_copied_fwd);
-    CHECK_EQ(t.head->rows_copied_bwd, m->head.rows_copied_bwd);
-    CHECK_EQ(t.head->rows_pulled_peer_fwd, m->head.rows_pulled_peer_fwd);
-    CHECK_EQ(t.head->rows_pulled_peer_bwd, m->head.rows_pulled_peer_bwd);
-    CHECK_EQ(t.head->rows_peer, m->head.rows_peer);
-    CHECK_BYTES(t.segment_tile, m->t.segment_tile, sizeof(int32_t) * (size_t)(d->experts_count + 1));
-    CHECK_BYTES(t.segment_rows, m->t.segment_rows, sizeof(int32_t) * (size_t)d->experts_count);
-    if (t.head->num_tiles != tiles)
-        return;
-    CHECK_BYTES(t.rows, m->t.rows, sizeof(mk_row) * (size_t)(tiles * MK_ROW_TILE));
-    CHECK_BYTES(t.copies_out_fwd, m->t.copies_out_fwd, sizeof(int32_t) * (size_t)tiles);
-    CHECK_BYTES(t.copies_out_bwd, m->t.copies_out_bwd, sizeof(int32_t) * (size_t)tiles);
-    CHECK_BYTES(t.pieces, m->t.pieces, sizeof(mk_piece) * (size_t)m->head.num_pieces);
-    CHECK_BYTES(t.piece_of_tile, m->t.piece_of_tile, sizeof(int32_t) * (size_t)tiles);
-    CHECK_BYTES(t.piece_first, m->t.piece_first, sizeof(int32_t) * (size_t)(minibatches + 1));
-}
-
 static void compare_counts(const ranks_env *e, const table_problem *p, const int64_t *local, const int64_t *global)
 {
     int64_t topk = e->cfg.topk;
@@ -88,7 +62,7 @@ static void schedule_and_compare(ranks_env *e)
     made_table m;
     mok_schedule_info info = MOK_INIT(mok_schedule_info);
     table_make(&m, &e->w->dims, p->token_first, p->ids);
-    compare_tables(e, &m, schedule);
+    table_compare(&m, schedule);
     compare_counts(e, p, local, global);
     RANKS_OK(mok_schedule_query(e->w, schedule, &info));
     compare_info(e, &m, &info);

@@ -163,7 +163,6 @@ MK_DEVICE void rank_barrier(const mk_rank_params &r)
     const uint64_t epoch = load(&state->epoch) + 1;
     const uint32_t thread = thread_idx();
     store(&late[thread], r.dims.num_ranks);
-    barrier_block_sync(); /* a fault sets `skip`, which every warp has read by now */
     for (int64_t i = thread; i < r.dims.num_ranks; i += 128)
         flag_store_release_sys(in_peer<uint64_t>(r, i, r.memory.epochs + (int64_t)r.dims.rank * MK_EPOCH_BYTES), epoch);
     for (int64_t i = thread; i < r.dims.num_ranks && load(&late[thread]) == r.dims.num_ranks; i += 128) {
@@ -171,7 +170,7 @@ MK_DEVICE void rank_barrier(const mk_rank_params &r)
         if (load(&seen[thread]) < epoch)
             store(&late[thread], (int32_t)i);
     }
-    barrier_block_sync();
+    barrier_block_sync(); /* late and seen; and a fault sets `skip`, which every warp has read by now */
     if (thread != 0)
         return;
     uint32_t first = 0;

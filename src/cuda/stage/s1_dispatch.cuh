@@ -54,8 +54,7 @@ struct Dispatch {
     {
         if (lane_idx() < DISPATCH_MAX_SLOTS)
             mbar_init(smem_addr(&s.full[lane_idx()]), 1);
-        fence_mbar_init_release_cluster();
-        fence_proxy_async_shared_cta(); /* the barriers are used by copies next */
+        fence_proxy_async_shared_cta(); /* the barriers are this CTA's own, and used by copies next */
         sync_warp();
     }
 
@@ -214,8 +213,7 @@ struct Dispatch {
         const DispatchRow d = look_at(start);
         wait_slot(tile);
         wait_source(d);
-        fence_proxy_async_global(); /* rows to copy were announced to plain loads; bulk copies read them */
-        sync_warp();
+        fence_proxy_async_global(); /* rows to copy were announced to plain loads of this lane; its bulk copies read them */
         if (backward && d.heap)
             store(in_local<float>(r, r.memory.ring_weight) + ring_row(r.dims, tile) + d.row % MK_ROW_TILE, d.weight);
         if (backward)
