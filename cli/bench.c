@@ -81,8 +81,11 @@ static int measure(bench_report *r, bool json, char *error, size_t size)
     find_device(r->device, sizeof r->device);
     find_commit(r->commit, sizeof r->commit);
     find_backend(r->settings.cfg.backend, r->backend, sizeof r->backend);
+    bench_gpu_watch *watch = r->settings.cfg.backend == MOK_BACKEND_CUDA ? bench_gpu_watch_start() : NULL;
     /* The GEMM first: OpenBLAS wants to be opened before other threads start. */
-    if ((r->has_gemm && !bench_run_gemm(&r->settings.cfg, &r->gemm, error, size)) || (r->has_layer && !bench_run_layer(&r->settings, &r->layer, error, size))) {
+    bool ok = (!r->has_gemm || bench_run_gemm(&r->settings.cfg, &r->gemm, error, size)) && (!r->has_layer || bench_run_layer(&r->settings, &r->layer, error, size));
+    r->has_gpu = bench_gpu_watch_end(watch, &r->gpu);
+    if (!ok) {
         fprintf(stderr, "mok bench: %s\n", error);
         return 1;
     }
@@ -139,7 +142,7 @@ int command_bench(int argc, char **argv)
     args_result parsed = args_parse(options, num_options, argc, argv, error, sizeof error);
     int status = 0;
     if (parsed == ARGS_HELP)
-        args_help(stdout, "mok bench", "Times of one layer's passes, and the rate of the GEMM beside OpenBLAS.", options, num_options);
+        args_help(stdout, "mok bench", "Times of one layer's passes; on a GPU by stage, on the CPU also the rate of the GEMM beside OpenBLAS.", options, num_options);
     if (parsed == ARGS_OK) {
         r.settings.ranks = (int32_t)ranks;
         r.settings.threads = (int32_t)threads;

@@ -16,8 +16,30 @@ typedef struct bench_settings {
 /* Seconds of one operation, over the repeats. */
 typedef struct bench_time { double p50, p99, fastest; } bench_time;
 
+/* One stage of an operation on rank 0's GPU. */
+typedef struct bench_stage {
+    const char *operation, *stage;
+    double launches;        /* of one pass */
+    bench_time time;        /* of one pass */
+    double flops, bytes;    /* of one pass, what it cannot do without: matrix products; rows that it moves. 0: not counted */
+} bench_stage;
+
+enum { BENCH_MAX_STAGES = 48 };
+
+typedef struct bench_breakdown {
+    bench_stage stages[BENCH_MAX_STAGES];
+    int32_t num_stages;
+    bench_time forward;     /* all its stages */
+} bench_breakdown;
+
+/* Of one forward; rows of all ranks, bytes of the rank that has most. Counted from the schedule: what crosses from GPU to GPU, no more. */
+typedef struct bench_traffic { int64_t rows, table_rows, bytes_pulled, bytes_pushed; } bench_traffic;
+
 typedef struct bench_layer {
     bench_time schedule, forward, backward;
+    bench_traffic traffic;
+    bool has_breakdown;                   /* cuda: the forward as it is, and with one launch for each stage */
+    bench_breakdown called, staged;
     double forward_flops, backward_flops; /* of all ranks: what the maths needs, replayed rows and padding not counted */
     mok_config config;                    /* as resolved */
 } bench_layer;
@@ -45,13 +67,28 @@ typedef struct bench_gemm {
 /* bench_gemm.c. False and one sentence on failure; a missing OpenBLAS is none. */
 bool bench_run_gemm(const mok_config *cfg, bench_gemm *out, char *error, size_t error_size);
 
+/* NAN: the driver does not say. */
+typedef struct bench_gpu {
+    char name[96], driver[32];
+    double sm_clock_mhz, max_sm_clock_mhz, memory_clock_mhz, power_w; /* sm_clock: median while measuring */
+    int64_t clock_samples;
+} bench_gpu;
+
+/* bench_gpu.c */
+/* "NVIDIA H200, 580.1, 1755, 1980, 3201, 512.3". False if it is no such line. */
+bool bench_gpu_parse(const char *line, bench_gpu *g);
+typedef struct bench_gpu_watch bench_gpu_watch;
+bench_gpu_watch *bench_gpu_watch_start(void);                 /* NULL: no memory */
+bool bench_gpu_watch_end(bench_gpu_watch *w, bench_gpu *out); /* false: nobody knows. Frees it. */
+
 typedef struct bench_report {
     bench_settings settings;
     char name[64];                              /* of the shape */
     char device[128], backend[480], commit[64]; /* "" = not known */
     bench_layer layer;
     bench_gemm gemm;
-    bool has_layer, has_gemm;
+    bench_gpu gpu;
+    bool has_layer, has_gemm, has_gpu;
 } bench_report;
 
 /* bench_print.c */

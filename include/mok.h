@@ -552,6 +552,19 @@ MOK_API mok_status mok_backend_query(int32_t index, mok_backend_info *out);
  * Every element is one chain of fused multiply-adds, k ascending. Runs in the calling thread; any number may call at once. Sizes from 0
  * to 2^20; K = 0 gives zeros. MOK_E_ARG, or MOK_E_MEMORY (about half a MiB of scratch is had per call). */
 MOK_API mok_status mok_cpu_gemm(int64_t M, int64_t N, int64_t K, const void *a_bf16, const void *b_bf16, float *c);
+
+/* Where the time of this rank's calls goes, for benchmarks; backend cuda only. From the start on, an event is recorded behind every launch of a
+ * call that is not captured (host memory grows with their number until they are read). With MOK_FORWARD=staged in the environment
+ * when the workspace is created, a forward has a launch for every stage and minibatch. */
+typedef struct mok_stage_time {
+    const char *operation, *stage; /* "forward", "s2_gate_up"; never freed */
+    int64_t launches;
+    double seconds;                /* on the GPU, from the end of the launch before it in the same call to its own end */
+} mok_stage_time;
+MOK_API mok_status mok_stage_times_start(mok_workspace *workspace);
+/* Blocks until the calls so far have run, and begins anew. *count: room in `times` (48 is enough), then how many were written. Sums over the
+ * calls. MOK_E_UNSUPPORTED on another backend, MOK_E_STATE before the start, MOK_E_ARG if there is too little room. */
+MOK_API mok_status mok_stage_times_read(mok_workspace *workspace, mok_stage_time *times, int32_t *count);
 #endif
 
 #ifdef __cplusplus

@@ -2,6 +2,7 @@
 #define MOK_EXPERIMENTAL
 #include <stdlib.h>
 
+#include "backend/backend.h"
 #include "base/error.h"
 #include "cpu/gemm.h"
 
@@ -19,4 +20,27 @@ mok_status mok_cpu_gemm(int64_t M, int64_t N, int64_t K, const void *a_bf16, con
     mk_gemm_bf16(M, N, K, (mk_gemm_operand){a_bf16, K, 1}, (mk_gemm_operand){b_bf16, K, 1}, c, N, false, scratch);
     free(scratch);
     return MOK_OK;
+}
+
+static mok_status check_stage_times(const mok_workspace *w)
+{
+    if (!w)
+        return mk_fail(MOK_E_ARG, "workspace is NULL");
+    if (!w->backend->stage_times_start)
+        return mk_fail(MOK_E_UNSUPPORTED, "backend %s has no stage times: backend cuda has", w->backend->name);
+    return MOK_OK;
+}
+
+mok_status mok_stage_times_start(mok_workspace *w)
+{
+    MK_TRY(check_stage_times(w));
+    return w->backend->stage_times_start(w);
+}
+
+mok_status mok_stage_times_read(mok_workspace *w, mok_stage_time *times, int32_t *count)
+{
+    MK_TRY(check_stage_times(w));
+    if (!times || !count)
+        return mk_fail(MOK_E_ARG, "%s is NULL", times ? "count" : "times");
+    return w->backend->stage_times_read(w, times, count);
 }

@@ -9,6 +9,8 @@
 #include "mok.h"
 #include "peer/group.h"
 
+struct mok_stage_time; /* of the experimental part of mok.h */
+
 /* One collective call, its arguments checked. The member that belongs to the operation is filled (recompute: forward). */
 typedef struct mk_call {
     mk_operation operation;
@@ -45,6 +47,9 @@ typedef struct mk_backend {
     mok_status (*memory_copy)(mok_workspace *w, void *to, const void *from, size_t bytes);
     /* MXFP8: mok_mx_quantise, its arguments checked. NULL: this backend does not compute in MXFP8. */
     mok_status (*mx_quantise)(const mok_mx_quantise_args *args, void *stream);
+    /* mok_stage_times_start, mok_stage_times_read; NULL: it has none. */
+    mok_status (*stage_times_start)(mok_workspace *w);
+    mok_status (*stage_times_read)(mok_workspace *w, struct mok_stage_time *times, int32_t *count);
 } mk_backend;
 
 struct mok_workspace {

@@ -536,6 +536,13 @@ static mk_cu_result fake_cuEventRecord(mk_cu_event event, mk_cu_stream stream)
 }
 static mk_cu_result fake_cuEventSynchronize(mk_cu_event event) { (void)event; FAKE_BEGIN(cuEventSynchronize); fake.event_syncs++; return fake_leave(0); }
 static mk_cu_result fake_cuEventQuery(mk_cu_event event) { (void)event; FAKE_BEGIN(cuEventQuery); return fake_leave(fake.busy ? MK_CU_NOT_READY : 0); }
+static mk_cu_result fake_cuEventElapsedTime(float *ms, mk_cu_event from, mk_cu_event to)
+{
+    (void)from; (void)to;
+    FAKE_BEGIN(cuEventElapsedTime);
+    *ms = 1;
+    return fake_leave(0);
+}
 
 /* What the real one refuses is refused here too. */
 static mk_cu_result fake_cuTensorMapEncodeTiled(void *map, int type, uint32_t rank, void *address, const uint64_t *dim, const uint64_t *stride_bytes,

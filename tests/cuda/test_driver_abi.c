@@ -65,6 +65,9 @@ SAME(offsetof(mk_cu_launch, num_attributes), offsetof(CUlaunchConfig, numAttrs))
 SAME(sizeof(mk_cu_launch_attribute), sizeof(CUlaunchAttribute));
 SAME(offsetof(mk_cu_launch_attribute, value), offsetof(CUlaunchAttribute, value));
 
+/* The one exception: its _v2 came with 12.8, takes the same parameters, and the first one stays exported. */
+#undef cuEventElapsedTime
+
 /* cuda.h maps each name to the version that its prototypes describe: the symbols we look up must be those. */
 #define TEXT_(x) #x
 #define TEXT(x) TEXT_(x)

@@ -31,6 +31,7 @@ struct Gpu {
     std::map<uintptr_t, size_t> blocks;
     std::string trouble;       /* the first thing that the emulator found wrong */
     std::map<std::string, int> launches;
+    long clock = 0;            /* ms, for events: every launch takes one */
     long live = 0;             /* blocks and events */
 };
 inline Gpu gpu;
@@ -106,6 +107,7 @@ inline mk_cu_result launch(const mk_cu_launch *l, mk_cu_function function, void 
     if (!gpu.trouble.empty())
         return MK_CU_ILLEGAL_ADDRESS;
     gpu.launches[k.name]++;
+    gpu.clock++;
     k.run(*gpu.device, shape, params[0]);
     const emu::Result result = gpu.machine->run();
     if (!result.ok)
@@ -171,9 +173,27 @@ inline mk_cuda_driver table()
     t.cuLaunchKernelEx = launch;
     t.cuStreamIsCapturing = [](mk_cu_stream, int *status) { *status = 0; return 0; };
     t.cuStreamWaitEvent = [](mk_cu_stream, mk_cu_event, unsigned) { return 0; };
-    t.cuEventCreate = [](mk_cu_event *e, unsigned) { *e = reinterpret_cast<mk_cu_event>(&gpu); return 0; };
-    t.cuEventDestroy = [](mk_cu_event) { return 0; };
-    t.cuEventRecord = [](mk_cu_event, mk_cu_stream) { return 0; };
+    t.cuEventCreate = [](mk_cu_event *e, unsigned) {
+        std::lock_guard<std::recursive_mutex> hold(gpu.lock);
+        gpu.live++;
+        *e = reinterpret_cast<mk_cu_event>(new long(0));
+        return 0;
+    };
+    t.cuEventDestroy = [](mk_cu_event e) {
+        std::lock_guard<std::recursive_mutex> hold(gpu.lock);
+        gpu.live--;
+        delete reinterpret_cast<long *>(e);
+        return 0;
+    };
+    t.cuEventRecord = [](mk_cu_event e, mk_cu_stream) {
+        std::lock_guard<std::recursive_mutex> hold(gpu.lock);
+        *reinterpret_cast<long *>(e) = gpu.clock;
+        return 0;
+    };
+    t.cuEventElapsedTime = [](float *ms, mk_cu_event from, mk_cu_event to) {
+        *ms = (float)(*reinterpret_cast<long *>(to) - *reinterpret_cast<long *>(from));
+        return 0;
+    };
     t.cuEventSynchronize = [](mk_cu_event) { return gpu.trouble.empty() ? 0 : (int)MK_CU_ILLEGAL_ADDRESS; };
     t.cuEventQuery = [](mk_cu_event) { return 0; };
     t.cuTensorMapEncodeTiled = emu::tensor_map_encode_tiled;

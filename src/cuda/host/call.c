@@ -22,6 +22,12 @@ typedef struct cuda_call {
     mk_open_params open;
 } cuda_call;
 
+/* For benchmarks: the time of this kind of work ends here. */
+static mok_status times_stage(const cuda_call *c, mk_cuda_kernel kernel, mk_task_kind kind)
+{
+    return c->s->times && !c->capturing ? mk_cuda_times_launch(c->s, c->operation, kernel, kind, c->stream) : MOK_OK;
+}
+
 static mok_status launch(const cuda_call *c, mk_cuda_kernel kernel, int64_t blocks, void *params, int64_t step)
 {
     const mk_cuda_kernel_shape *shape = &mk_cuda_kernel_shapes[kernel];
@@ -32,7 +38,7 @@ static mok_status launch(const cuda_call *c, mk_cuda_kernel kernel, int64_t bloc
     MK_CUDA_TRY(c->api->cuLaunchKernelEx(&config, c->s->device->kernels.function[kernel], list, NULL),
                 "rank %d: launching %s of %s, step %lld (%u blocks of %u on device %d)", c->w->dims.rank, shape->name, mk_operation_name(c->operation),
                 (long long)step, config.grid_x, config.block_x, c->s->device->ordinal);
-    return MOK_OK;
+    return times_stage(c, kernel, kernel == MK_CUDA_mok_backward_fused ? (mk_task_kind)((const mk_backward_params *)params)->kind : MK_TASK_NONE);
 }
 
 /* Enough blocks to fill the GPU, but none without work. */
@@ -71,6 +77,8 @@ static mok_status open_call(cuda_call *c, call_inputs in)
 {
     int64_t tokens = c->open.num_tokens;
     MK_TRY(follow_last_call(c));
+    if (c->s->times && !c->capturing)
+        MK_TRY(mk_cuda_times_call(c->s, c->operation, c->stream));
     MK_TRY(launch(c, MK_CUDA_mok_call_open, 1, &c->open, 0));
     if (!tokens || c->refused)
         return MOK_OK;
@@ -83,8 +91,10 @@ static mok_status open_call(cuda_call *c, call_inputs in)
 /* A rank that has failed (`status`) still tells those that it meets on the host. */
 static mok_status barrier(cuda_call *c, mok_status status)
 {
-    if (c->s->meets_on_host)
-        return mk_cuda_meet(c->w, c->stream, c->operation, status, c->refused, &c->skip);
+    if (c->s->meets_on_host) {
+        MK_TRY(mk_cuda_meet(c->w, c->stream, c->operation, status, c->refused, &c->skip));
+        return times_stage(c, MK_CUDA_mok_rank_barrier, MK_TASK_NONE);
+    }
     return status == MOK_OK ? launch(c, MK_CUDA_mok_rank_barrier, 1, &c->s->rank, 0) : status;
 }
 

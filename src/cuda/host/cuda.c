@@ -44,6 +44,7 @@ static void close_entered(mok_workspace *w)
             s->api->cuEventDestroy(s->meeting[i]);
     if (s->done)
         s->api->cuEventDestroy(s->done);
+    mk_cuda_times_free(s);
     if (s->fault)
         s->api->cuMemFreeHost(s->fault);
     if (s->heaps)
@@ -393,4 +394,6 @@ const mk_backend mk_backend_cuda = {
     .memory_alloc = memory_alloc,
     .memory_free = memory_free,
     .memory_copy = memory_copy,
+    .stage_times_start = mk_cuda_times_start,
+    .stage_times_read = mk_cuda_times_read,
 };

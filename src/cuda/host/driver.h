@@ -40,7 +40,7 @@ enum { /* CUdevice_attribute */
 enum { /* CUfunction_attribute */ MK_CU_FUNCTION_NUM_REGS = 4, MK_CU_FUNCTION_MAX_DYNAMIC_SHARED = 8 };
 enum { /* CUpointer_attribute, CUmemorytype */ MK_CU_POINTER_MEMORY_TYPE = 2, MK_CU_POINTER_DEVICE_ORDINAL = 9, MK_CU_MEMORY_DEVICE = 2 };
 enum { /* CUlaunchAttributeID */ MK_CU_LAUNCH_CLUSTER_DIMENSION = 4 };
-enum { MK_CU_EVENT_DISABLE_TIMING = 2, MK_CU_HOST_PORTABLE = 1, MK_CU_HOST_DEVICEMAP = 2 };
+enum { MK_CU_EVENT_DEFAULT = 0, MK_CU_EVENT_DISABLE_TIMING = 2, MK_CU_HOST_PORTABLE = 1, MK_CU_HOST_DEVICEMAP = 2 };
 
 enum { /* virtual memory: CUmemAllocationType, CUmemLocationType, CUmemAllocationGranularity_flags, CUmemAccess_flags */
     MK_CU_ALLOCATION_PINNED = 1, MK_CU_LOCATION_DEVICE = 1, MK_CU_GRANULARITY_RECOMMENDED = 1, MK_CU_ACCESS_READ_WRITE = 3
@@ -124,6 +124,7 @@ typedef struct mk_cu_launch { /* CUlaunchConfig */
     X(cuEventRecord, "cuEventRecord", (mk_cu_event event, mk_cu_stream stream))                                                 \
     X(cuEventSynchronize, "cuEventSynchronize", (mk_cu_event event))                                                            \
     X(cuEventQuery, "cuEventQuery", (mk_cu_event event))                                                                        \
+    X(cuEventElapsedTime, "cuEventElapsedTime", (float *ms, mk_cu_event from, mk_cu_event to))                                   \
     X(cuTensorMapEncodeTiled, "cuTensorMapEncodeTiled",                                                                         \
       (void *map, int type, uint32_t rank, void *address, const uint64_t *dim, const uint64_t *stride_bytes, const uint32_t *box, \
        const uint32_t *element_stride, int interleave, int swizzle, int l2_promotion, int oob_fill))

@@ -4,6 +4,7 @@
  *   call.c    one call: which kernels, in which order, with which parameters and grids
  *   maps.c    the tensor maps of the GEMMs
  *   meet.c    the barrier of ranks that share a GPU
+ *   times.c   how long each stage took, for benchmarks
  *   fault.c   what the device found wrong, in a sentence */
 #ifndef MK_CUDA_STATE_H
 #define MK_CUDA_STATE_H
@@ -12,6 +13,7 @@
 #include "base/error.h"
 #include "cuda/host/device.h"
 #include "cuda/kernel/params.h"
+#include "layout/walk.h"
 
 /* The GEMMs of a forward. */
 typedef enum mk_gemm_id { MK_GEMM_GATE_UP, MK_GEMM_DOWN, MK_GEMM_SHARED_GATE_UP, MK_GEMM_SHARED_DOWN, MK_NUM_GEMMS } mk_gemm_id;
@@ -41,6 +43,8 @@ typedef struct mk_cuda_map {
     int64_t rows;
 } mk_cuda_map;
 
+typedef struct mk_cuda_times mk_cuda_times; /* times.c */
+
 /* What ranks that share a GPU tell each other at a barrier. */
 typedef struct mk_cuda_arrival {
     mk_cu_event event;       /* recorded behind everything that the barrier waits for */
@@ -65,6 +69,7 @@ typedef struct mk_cuda_state {
     bool called, captured;           /* there was such a call; there was a captured one */
     bool clear_fault;                /* the device's copy of a record that the host has taken is still to be cleared */
     int32_t reserve_clusters;
+    mk_cuda_times *times;            /* NULL: nobody asked for stage times */
     bool fused;                      /* the forward: one launch instead of one per stage and minibatch */
     bool fused_backward;
     /* Ranks that share a GPU: */
@@ -88,6 +93,14 @@ void mk_cuda_refuse(mok_workspace *w, mk_operation operation, uint64_t layer, mo
 /* meet.c: with the context current. `status` and `refused`: how this rank comes. *skip: the rest of the call does not take place,
  * because some rank refuses it or calls another operation; the device says so too. */
 mok_status mk_cuda_meet(mok_workspace *w, mk_cu_stream stream, mk_operation operation, mok_status status, bool refused, bool *skip);
+
+/* times.c: with the context current and s->times not NULL, behind the beginning of a call, and behind each of its launches. kind: of a
+ * launch of the backward's kernel. */
+mok_status mk_cuda_times_call(mk_cuda_state *s, mk_operation operation, mk_cu_stream stream);
+mok_status mk_cuda_times_launch(mk_cuda_state *s, mk_operation operation, mk_cuda_kernel kernel, mk_task_kind kind, mk_cu_stream stream);
+mok_status mk_cuda_times_start(mok_workspace *w);
+mok_status mk_cuda_times_read(mok_workspace *w, struct mok_stage_time *times, int32_t *count);
+void mk_cuda_times_free(mk_cuda_state *s);
 
 /* fault.c: takes the record that is there, if any: MOK_OK or its status and sentence. Does not wait. idle: the device is, so that its own
  * copy may be read and cleared too. */

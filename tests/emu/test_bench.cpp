@@ -1,0 +1,159 @@
+/* mok bench on backend cuda, all of it, with the emulator as the GPU. Its events tell launches as milliseconds, so every time is known. */
+#define TEST_WATCHDOG 900
+#define MOK_EXPERIMENTAL
+#include "test.h"
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "emulated_driver.h"
+
+extern "C" {
+#include "bench.h"
+#include "commands.h"
+#include "json.h"
+}
+
+/* What the command prints, and its exit status. */
+static std::string bench(std::vector<const char *> args, int *status)
+{
+    FILE *file = tmpfile();
+    std::string text;
+    fflush(stdout);
+    const int kept = dup(1);
+    dup2(fileno(file), 1);
+    emulated::plug_in(test_seed(), 2);
+    *status = command_bench((int)args.size(), const_cast<char **>(args.data()));
+    fflush(stdout);
+    dup2(kept, 1);
+    close(kept);
+    rewind(file);
+    for (int c; (c = fgetc(file)) != EOF;)
+        text += (char)c;
+    fclose(file);
+    if (!emulated::gpu.trouble.empty())
+        TEST_FAILED("emulator: %s", emulated::gpu.trouble.c_str());
+    CHECK_EQ(emulated::gpu.live, 0);
+    return text;
+}
+
+static double number(const json_value *object, const char *key)
+{
+    const json_value *v = json_get(object, key);
+    if (!v || v->type != JSON_NUMBER)
+        TEST_FAILED("there is no number %s", key);
+    return v ? v->number : NAN;
+}
+
+static const json_value *stage(const json_value *stages, const char *operation, const char *name)
+{
+    for (const json_value *s = stages ? stages->first : nullptr; s; s = s->next)
+        if (!strcmp(json_get(s, "operation")->string, operation) && !strcmp(json_get(s, "stage")->string, name))
+            return s;
+    TEST_FAILED("there is no %s of %s", name, operation);
+    return nullptr;
+}
+
+static void check_stage(const json_value *stages, const char *operation, const char *name, double launches)
+{
+    const json_value *s = stage(stages, operation, name);
+    if (!s)
+        return;
+    if (number(s, "launches") != launches || number(s, "p50_ms") != launches || number(s, "p99_ms") != launches)
+        TEST_FAILED("%s of %s: %g launches, %g ms, %g ms, but there are %g", name, operation, number(s, "launches"), number(s, "p50_ms"), number(s, "p99_ms"), launches);
+}
+
+#define SHAPE "--backend", "cuda", "--hidden", "64", "--intermediate", "64", "--shared", "64", "--experts", "4", "--topk", "2", "--tokens", "24", "--repeat", "2"
+
+TEST(json_has_stages_rates_and_traffic)
+{
+    int status;
+    char error[256];
+    const std::string text = bench({SHAPE, "--ranks", "1", "--json"}, &status);
+    REQUIRE(status == 0);
+    json_value *v = json_parse(text.data(), text.size(), error, sizeof error);
+    if (!v)
+        TEST_FAILED("%s: %s", error, text.c_str());
+    REQUIRE(v);
+    const json_value *layer = json_get(v, "layer"), *fused = json_get(layer, "stages"), *staged = json_get(layer, "staged");
+    CHECK(!strcmp(json_get(v, "backend")->string, "cuda"));
+    CHECK(json_get(v, "gpu") && json_get(layer, "schedule") && json_get(layer, "forward") && !json_get(layer, "backward"));
+    check_stage(fused, "schedule", "s0_schedule", 5);
+    check_stage(fused, "forward", "publish", 2);
+    check_stage(fused, "forward", "fused", 1);
+    check_stage(fused, "forward", "s5_combine", 1);
+    const double routes = 24 * 2, flops = 6.0 * 64 * 64 * (routes + 24), steps = number(stage(staged, "forward", "s1_dispatch"), "launches");
+    CHECK(steps >= 1);
+    check_stage(staged, "forward", "s1_dispatch", steps);
+    check_stage(staged, "forward", "s2_gate_up", steps + 1); /* and the shared expert's */
+    check_stage(staged, "forward", "s4_down", steps + 1);
+    CHECK_EQ(number(stage(fused, "forward", "fused"), "flops"), flops);
+    CHECK_EQ(number(stage(staged, "forward", "s2_gate_up"), "flops") + number(stage(staged, "forward", "s4_down"), "flops"), flops);
+    CHECK_EQ(number(stage(staged, "forward", "s1_dispatch"), "bytes"), routes * 128);
+    CHECK_EQ(number(stage(staged, "forward", "s5_combine"), "bytes"), 24 * 128 * 4);
+    /* publish 2, check 1, fused 1, combine 1; two barriers are launches where a rank has its GPU to itself */
+    const double ms = number(json_get(layer, "forward_gpu"), "p50_ms");
+    CHECK_EQ(ms, 7);
+    CHECK(fabs(number(layer, "tflops_per_second") / (1e-9 * flops / ms) - 1) < 1e-6);
+    CHECK_EQ(number(layer, "rows"), routes);
+    CHECK_EQ(number(layer, "table_rows"), 4 * 128);
+    CHECK(fabs(number(layer, "padding_share") - (1 - routes / 512)) < 1e-9);
+    CHECK_EQ(number(layer, "bytes_pulled"), 0);
+    CHECK_EQ(number(layer, "link_gb_per_second"), 0);
+    json_free(v);
+}
+
+TEST(table_for_people_over_two_ranks)
+{
+    int status;
+    const std::string text = bench({SHAPE, "--ranks", "2"}, &status);
+    CHECK_EQ(status, 0);
+    for (const char *part : {"backend cuda (", "s0_schedule", "rank_barrier", "fused", "s1_dispatch", "s2_gate_up", "s4_down", "s5_combine", "FLOP/s", "are padding (", "The busiest rank pulls "})
+        CHECK_STR(text.c_str(), part);
+    CHECK(text.find(" pulls 0 B") == std::string::npos); /* half of the tokens live on the other rank */
+}
+
+TEST(a_gpu_line_of_the_drivers_tool_is_read)
+{
+    bench_gpu g = {};
+    CHECK(bench_gpu_parse("NVIDIA H200, 580.95.05, 1755, 1980, 3201, 512.34\n", &g));
+    CHECK_STR(g.name, "NVIDIA H200");
+    CHECK_STR(g.driver, "580.95.05");
+    CHECK(g.sm_clock_mhz == 1755 && g.max_sm_clock_mhz == 1980 && g.memory_clock_mhz == 3201 && g.power_w == 512.34);
+    CHECK(bench_gpu_parse("GPU, 1, [N/A], 2, 3, [N/A]", &g) && isnan(g.sm_clock_mhz) && isnan(g.power_w));
+    CHECK(!bench_gpu_parse("No devices were found", &g));
+    CHECK(!bench_gpu_parse("", &g));
+    CHECK(!bench_gpu_parse("a, b, 1, 2, 3, 4, 5", &g));
+}
+
+TEST(stage_times_are_refused_where_there_are_none)
+{
+    mok_group *group;
+    mok_workspace *w;
+    mok_config c = MOK_INIT(mok_config);
+    mok_stage_time times[1];
+    int32_t count = 1;
+    c.hidden = c.intermediate = 64;
+    c.num_experts = c.topk = c.max_tokens = 1;
+    REQUIRE(mok_group_create_local(1, nullptr, &group) == MOK_OK);
+    REQUIRE(mok_workspace_create(group, &c, &w) == MOK_OK);
+    CHECK_EQ(mok_stage_times_start(w), MOK_E_UNSUPPORTED);
+    CHECK_STR(mok_last_error(), "backend cpu has no stage times");
+    mok_workspace_destroy(w);
+    mok_group_destroy(group);
+    const int32_t device = 0;
+    emulated::plug_in(test_seed(), 2);
+    REQUIRE(mok_group_create_local(1, &device, &group) == MOK_OK);
+    REQUIRE(mok_workspace_create(group, &c, &w) == MOK_OK);
+    CHECK_EQ(mok_stage_times_read(w, times, &count), MOK_E_STATE);
+    CHECK_EQ(mok_stage_times_start(w), MOK_OK);
+    CHECK_EQ(mok_stage_times_read(w, times, &count), MOK_OK);
+    CHECK_EQ(count, 0);
+    CHECK_EQ(mok_stage_times_read(w, nullptr, &count), MOK_E_ARG);
+    mok_workspace_destroy(w);
+    mok_group_destroy(group);
+    CHECK_EQ(emulated::gpu.live, 0);
+}
+
+int main(int argc, char **argv) { return test_main(argc, argv); }
