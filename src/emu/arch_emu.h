@@ -71,6 +71,7 @@ void mbar_arrive_remote_release_cluster(uint32_t cluster_bar);
 void mbar_arrive_expect_tx_release_cta(uint32_t bar, uint32_t bytes);
 void mbar_arrive_expect_tx_remote_release_cluster(uint32_t cluster_bar, uint32_t bytes);
 bool mbar_try_wait_parity_acquire_cta(uint32_t bar, uint32_t parity);
+bool mbar_test_parity_acquire_cta(uint32_t bar, uint32_t parity);
 bool mbar_try_wait_parity_acquire_cluster(uint32_t bar, uint32_t parity);
 
 void bulk_load(uint32_t dst, const void *src, uint32_t bytes, uint32_t bar);

@@ -16,7 +16,7 @@ struct Piece {
 /* 16 bytes have landed in shared memory, in the current phase of `bar`: whoever sees that phase complete may read them. */
 static void landed(Cta &cta, uint32_t offset, const Mbarrier &bar)
 {
-    std::fill_n(cta.write_epoch.begin() + offset, 16, make_epoch(cta.number, bar.member, (uint32_t)bar.phase + 1));
+    std::fill_n(cta.write_epoch.begin() + offset, 16, make_epoch(bar.cta->number, bar.member, (uint32_t)bar.phase + 1));
 }
 
 /* ---- loads ---- */
@@ -70,7 +70,7 @@ struct LoadOp : AsyncOp {
 };
 
 /* Accepts the load: its targets are those CTAs of the cluster whose bit is set. */
-static void issue_load(const char *what, std::shared_ptr<LoadOp> op, const Place &bar, uint32_t cta_mask)
+static void issue_load(const char *what, std::shared_ptr<LoadOp> op, const Place &bar, uint32_t cta_mask, bool pair = false)
 {
     op->what = what;
     const Mbarrier &own_bar = mbarrier_at(bar, what);
@@ -90,7 +90,7 @@ static void issue_load(const char *what, std::shared_ptr<LoadOp> op, const Place
         if (cta.gone)
             fail("%s into block %u, which has ended", what, cta.block);
         op->targets.push_back(&cta);
-        op->bars.push_back(&mbarrier_at({&cta, bar.offset}, what));
+        op->bars.push_back(&mbarrier_at({pair ? cluster.ctas[(r & ~1u) | (bar.cta->rank & 1)].get() : &cta, bar.offset}, what));
         for (const Piece &p : op->pieces)
             begin_async_write(cta, p.offset, what);
     }
@@ -250,7 +250,8 @@ static std::vector<Piece> box_pieces(const char *what, const mk_tensor_map *opaq
     return pieces;
 }
 
-static void tensor_load(const char *what, uint32_t dst, const mk_tensor_map *map, const int32_t (&c)[3], uint32_t rank, uint32_t bar, uint32_t mask)
+static void tensor_load(const char *what, uint32_t dst, const mk_tensor_map *map, const int32_t (&c)[3], uint32_t rank, uint32_t bar, uint32_t mask,
+                        bool pair = false)
 {
     step();
     auto op = std::make_shared<LoadOp>();
@@ -258,7 +259,10 @@ static void tensor_load(const char *what, uint32_t dst, const mk_tensor_map *map
     if (place.cta != self->cta)
         fail("%s: the destination is given as an address of this CTA, also with multicast", what);
     op->pieces = box_pieces(what, map, c, rank, place);
-    issue_load(what, op, resolve(bar, 8, what), mask);
+    const Place at = resolve(bar, 8, what);
+    if (at.cta->rank / (pair ? 2 : 1) != self->cta->rank / (pair ? 2 : 1))
+        fail("%s of block %u: its mbarrier lies in block %u, which is not its %s", what, self->cta->block, at.cta->block, pair ? "pair" : "own");
+    issue_load(what, op, at, mask, pair);
 }
 
 static std::vector<Piece> linear_pieces(const char *what, void *global, uint32_t shared, uint32_t bytes)
@@ -358,6 +362,13 @@ void tma_load_2d_multicast(uint32_t dst, const mk_tensor_map *map, int32_t c0, i
 { tensor_load("tma_load_2d_multicast", dst, map, {c0, c1, 0}, 2, bar, cta_mask); }
 void tma_load_3d_multicast(uint32_t dst, const mk_tensor_map *map, int32_t c0, int32_t c1, int32_t c2, uint32_t bar, uint16_t cta_mask)
 { tensor_load("tma_load_3d_multicast", dst, map, {c0, c1, c2}, 3, bar, cta_mask); }
+
+void tma_load_2d_pair(uint32_t dst, const mk_tensor_map *map, int32_t c0, int32_t c1, uint32_t bar)
+{ tensor_load("tma_load_2d_pair", dst, map, {c0, c1, 0}, 2, bar, 1u << self->cta->rank, true); }
+void tma_load_3d_pair(uint32_t dst, const mk_tensor_map *map, int32_t c0, int32_t c1, int32_t c2, uint32_t bar)
+{ tensor_load("tma_load_3d_pair", dst, map, {c0, c1, c2}, 3, bar, 1u << self->cta->rank, true); }
+void tma_load_2d_pair_multicast(uint32_t dst, const mk_tensor_map *map, int32_t c0, int32_t c1, uint32_t bar, uint16_t cta_mask)
+{ tensor_load("tma_load_2d_pair_multicast", dst, map, {c0, c1, 0}, 2, bar, cta_mask, true); }
 
 void fence_tensor_map_acquire_sys(const mk_tensor_map *map)
 {

@@ -44,6 +44,8 @@ struct DeviceState;
 class Device {
 public:
     void launch(const Launch &shape, std::function<void()> kernel);
+    /* Cluster Launch Control refuses one request in so many although clusters wait, as if somebody more important wanted the SM. 0: never. */
+    void refuse_launches(uint32_t one_in);
 private:
     friend class Machine;
     DeviceState *state_ = nullptr;

@@ -161,13 +161,15 @@ static void start_clusters(DeviceState &device)
     if (device.queue.empty())
         return;
     QueuedLaunch &q = device.queue.front();
-    if (q.next_cluster == 0 && device.resident.empty()) {
+    if (!q.started) {
+        q.started = true;
         device.launch_stamp = machine->stamp++;
         device.clock.launch_ended(device.index, device.launches++);
     }
-    while (q.next_cluster * q.shape.cluster < q.shape.blocks && device.resident.size() < device.resident_limit) {
+    while (!q.waiting.empty() && device.resident.size() < device.resident_limit) {
         auto cluster = std::make_unique<Cluster>();
-        cluster->index = q.next_cluster++;
+        cluster->index = q.waiting.front();
+        q.waiting.pop_front();
         cluster->live = q.shape.cluster * q.shape.threads;
         for (uint32_t r = 0; r < q.shape.cluster; r++)
             cluster->ctas.push_back(make_cta(device, *cluster, q.shape, r));
@@ -198,7 +200,7 @@ static void thread_left(Thread &t)
             device.resident.erase(device.resident.begin() + (long)i);
             break;
         }
-    if (device.resident.empty() && device.queue.front().next_cluster * device.queue.front().shape.cluster >= device.queue.front().shape.blocks) {
+    if (device.resident.empty() && device.queue.front().waiting.empty()) {
         device.queue.pop_front();
         device.clock.join(device.clock_at_end);
     }
@@ -340,8 +342,15 @@ void Device::launch(const Launch &shape, std::function<void()> kernel)
                 shape.blocks, shape.cluster, shape.threads, shape.shared_bytes);
         abort();
     }
-    state_->queue.push_back({shape, std::move(kernel), 0});
+    QueuedLaunch q;
+    q.shape = shape;
+    q.kernel = std::move(kernel);
+    for (uint32_t c = 0; c < shape.blocks / shape.cluster; c++)
+        q.waiting.push_back(c);
+    state_->queue.push_back(std::move(q));
 }
+
+void Device::refuse_launches(uint32_t one_in) { state_->refusals = one_in; }
 
 void Machine::let_time_pass(bool on) { state_->let_time_pass = on; }
 

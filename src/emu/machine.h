@@ -21,6 +21,9 @@ namespace emu {
 struct Thread;
 struct Cta;
 struct Cluster;
+struct TensorMemory;
+struct TensorUnit;
+struct TensorAccesses;
 
 struct Random {
     uint64_t state;
@@ -129,6 +132,7 @@ struct Thread {
     std::deque<uint32_t> wgmma_group_ends;
     bool wgmma_fenced = false;
     uint64_t cluster_barrier_seen = 0;
+    std::shared_ptr<TensorAccesses> tensor;       /* null: none so far */
     /* happens-before */
     Clock clock, fenced, seen_relaxed;  /* what it knows; what its last fence released; what relaxed loads saw */
     uint32_t count = 1;                 /* its releases so far, plus one */
@@ -157,6 +161,8 @@ struct Cta {
     std::vector<Warpgroup> warpgroups;
     uint32_t free_registers = 0;       /* per thread of a warpgroup */
     std::set<const void *> acquired_maps;
+    std::shared_ptr<TensorMemory> tensor_memory;  /* null: not used so far */
+    std::shared_ptr<TensorUnit> tensor_unit;      /* of the CTA whose thread issues */
     uint32_t live = 0;
     bool gone = false;
     ~Cta();
@@ -169,12 +175,14 @@ struct Cluster {
     uint64_t barrier_generation = 0;
     Clock arriving, completed;
     WaitList barrier_waiters;
+    bool launch_refused = false;                      /* a thread has seen a refusal of launch control */
 };
 
 struct QueuedLaunch {
     Launch shape;
     std::function<void()> kernel;
-    uint32_t next_cluster = 0;
+    std::deque<uint32_t> waiting;                     /* clusters that have neither started nor been cancelled */
+    bool started = false;
 };
 
 struct DeviceState {
@@ -184,6 +192,7 @@ struct DeviceState {
     std::vector<std::unique_ptr<Cluster>> resident;
     uint64_t launch_stamp = 0;                        /* writes before it are visible to the whole launch */
     uint32_t launches = 0;                            /* started so far */
+    uint32_t refusals = 0;                            /* launch control refuses one request in so many; 0: only when nothing waits */
     Clock clock, clock_at_end;                        /* what a thread that starts now knows; what those that have ended knew */
 };
 
@@ -251,6 +260,7 @@ std::string describe(const Thread &t);
 std::string deadlock_report();
 void thread_exit_checks(Thread &t);
 void cta_exit_checks(Cta &cta);
+void tensor_exit_checks(const Cta &cta);
 
 /* ---- happens-before, of the running thread ---- */
 void release_into(Clock &clock);
@@ -281,8 +291,12 @@ void check_global_proxy(const Allocation &a, const void *p, size_t bytes, const 
 Mbarrier &mbarrier_at(const Place &place, const char *what);
 void publish_mbarriers();  /* those that the running thread has initialised */
 void mbarrier_complete_tx(Mbarrier &bar, uint32_t bytes);
+/* One arrival that brings `known` with it, by no thread. */
+void mbarrier_arrive_async(Mbarrier &bar, const Clock &known);
 
 /* ---- copies and MMAs ---- */
+/* d[row][col] += sum over k of a[k][row] * b[k][col], k ascending; rows of d are `pitch` floats apart. */
+void multiply_add(float *d, uint32_t pitch, const float *a, const float *b, uint32_t rows, uint32_t n, uint32_t depth);
 void observe_stores(Thread &t, size_t groups, bool read_only);
 /* Shared memory read by a bulk store or MMA has been waited for. */
 void end_async_read(Cta &cta, uint32_t offset);

@@ -49,6 +49,15 @@ static void arrive(Mbarrier &bar)
     maybe_complete(bar);
 }
 
+void mbarrier_arrive_async(Mbarrier &bar, const Clock &known)
+{
+    if (bar.pending == 0)
+        fail("mbarrier at shared offset %u: more than its %u arrivals in one phase", bar.address, bar.count);
+    bar.pending--;
+    bar.arriving.join(known);
+    maybe_complete(bar);
+}
+
 static void expect_tx(Mbarrier &bar, uint32_t bytes)
 {
     bar.tx += bytes;
@@ -134,6 +143,15 @@ void mbar_arrive_remote_release_cluster(uint32_t bar) { arrive_at(bar, "mbar_arr
 void mbar_arrive_expect_tx_release_cta(uint32_t bar, uint32_t bytes) { arrive_expect_tx_at(bar, bytes, "mbar_arrive_expect_tx"); }
 void mbar_arrive_expect_tx_remote_release_cluster(uint32_t bar, uint32_t bytes) { arrive_expect_tx_at(bar, bytes, "mbar_arrive_expect_tx_remote"); }
 bool mbar_try_wait_parity_acquire_cta(uint32_t bar, uint32_t parity) { return try_wait(bar, parity); }
+bool mbar_test_parity_acquire_cta(uint32_t bar, uint32_t parity)
+{
+    step();
+    Mbarrier &b = mbarrier_at(resolve(bar, 8, "mbarrier test_wait"), "mbarrier test_wait");
+    if ((b.phase & 1) == parity)
+        return false;
+    acquire_from(b.completed);
+    return true;
+}
 bool mbar_try_wait_parity_acquire_cluster(uint32_t bar, uint32_t parity) { return try_wait(bar, parity); }
 
 } /* namespace mk */

@@ -77,6 +77,7 @@ void cta_exit_checks(Cta &cta)
     for (Mbarrier &bar : cta.mbarriers)
         if (bar.tx != 0)
             fail("block %u has ended, and its mbarrier at shared offset %u still expects %lld bytes", cta.block, bar.address, (long long)bar.tx);
+    tensor_exit_checks(cta);
 }
 
 } /* namespace emu */

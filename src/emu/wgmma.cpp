@@ -53,28 +53,28 @@ static void fetch(const Cta &cta, uint64_t descriptor, bool mn_major, uint32_t r
 
 /* ---- arithmetic ---- */
 
-/* d[row][col] += sum over k of a[k][row] * b[k][col] */
-#define MULTIPLY_BODY                                                                   \
-    for (uint32_t row = 0; row < kRows; row++)                                          \
-        for (uint32_t k = 0; k < kDepth; k++) {                                         \
-            const float x = a[k * kRows + row];                                         \
-            for (uint32_t col = 0; col < n; col++)                                      \
-                d[row * n + col] = __builtin_fmaf(x, b[k * n + col], d[row * n + col]); \
+#define MULTIPLY_BODY                                                                       \
+    for (uint32_t row = 0; row < rows; row++)                                               \
+        for (uint32_t k = 0; k < depth; k++) {                                              \
+            const float x = a[k * rows + row];                                              \
+            for (uint32_t col = 0; col < n; col++)                                          \
+                d[row * pitch + col] = __builtin_fmaf(x, b[k * n + col], d[row * pitch + col]); \
         }
+#define MULTIPLY_PARAMETERS float *__restrict d, uint32_t pitch, const float *__restrict a, const float *__restrict b, uint32_t rows, uint32_t n, uint32_t depth
 #if defined(__x86_64__)
-__attribute__((target("avx2,fma"))) static void multiply_fma(float *__restrict d, const float *__restrict a, const float *__restrict b, uint32_t n) { MULTIPLY_BODY }
+__attribute__((target("avx2,fma"))) static void multiply_fma(MULTIPLY_PARAMETERS) { MULTIPLY_BODY }
 #endif
-static void multiply_portable(float *__restrict d, const float *__restrict a, const float *__restrict b, uint32_t n) { MULTIPLY_BODY }
+static void multiply_portable(MULTIPLY_PARAMETERS) { MULTIPLY_BODY }
 
-static void multiply(float *d, const float *a, const float *b, uint32_t n)
+void multiply_add(float *d, uint32_t pitch, const float *a, const float *b, uint32_t rows, uint32_t n, uint32_t depth)
 {
 #if defined(__x86_64__)
     if (__builtin_cpu_supports("fma") && __builtin_cpu_supports("avx2")) {
-        multiply_fma(d, a, b, n);
+        multiply_fma(d, pitch, a, b, rows, n, depth);
         return;
     }
 #endif
-    multiply_portable(d, a, b, n);
+    multiply_portable(d, pitch, a, b, rows, n, depth);
 }
 
 static void execute(const Cta &cta, Wgmma &op)
@@ -91,7 +91,7 @@ static void execute(const Cta &cta, Wgmma &op)
             }
     };
     each_register([&](float &cell, float &reg) { cell = op.accumulate ? reg : 0.0f; });
-    multiply(d, a, b, op.n);
+    multiply_add(d, op.n, a, b, kRows, op.n, kDepth);
     each_register([&](float &cell, float &reg) { reg = cell; });
     op.done = true;
 }

@@ -19,6 +19,7 @@ struct alignas(16) Vec4 { uint32_t x, y, z, w; };  /* 16 bytes: what one lane mo
 
 #ifdef MOK_EMU
 #include "emu/arch_emu.h"
+#include "emu/arch_emu_sm100.h"
 #else
 #include "cuda/arch/common.cuh"
 #if defined(__CUDA_ARCH_FAMILY_SPECIFIC__) || defined(__CUDA_ARCH_SPECIFIC__)

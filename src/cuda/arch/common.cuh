@@ -96,6 +96,13 @@ MK_DEVICE bool mbar_try_wait_parity_acquire_cta(uint32_t bar, uint32_t parity)
     asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.b32 %0, 1, 0, p;\n}" : "=r"(done) : "r"(bar), "r"(parity) : "memory");
     return done != 0;
 }
+/* The same without waiting at all. */
+MK_DEVICE bool mbar_test_parity_acquire_cta(uint32_t bar, uint32_t parity)
+{
+    uint32_t done;
+    asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.b32 %0, 1, 0, p;\n}" : "=r"(done) : "r"(bar), "r"(parity) : "memory");
+    return done != 0;
+}
 MK_DEVICE bool mbar_try_wait_parity_acquire_cluster(uint32_t bar, uint32_t parity)
 {
     uint32_t done;

@@ -100,9 +100,13 @@ MK_DEVICE void tma_load_2d_pair_multicast(uint32_t dst, const mk_tensor_map *map
 
 /* ---- Cluster Launch Control ---- */
 
-/* Asks for a cluster of this grid that has not started, to do its work in its stead. The answer, 16 bytes, lands at this shared address in
- * every CTA of the cluster, and counts there on the mbarrier. One thread of the cluster, all of whose CTAs are still there. Not after a
- * refusal has been seen. */
+/* Asks for a cluster of this grid that has not started, to do its work in its stead. The answer, 16 bytes, lands at this shared address of
+ * the CTA and counts on the mbarrier. Not after a refusal has been seen. */
+MK_DEVICE void launch_try_cancel(uint32_t answer, uint32_t bar)
+{
+    asm volatile("clusterlaunchcontrol.try_cancel.async.shared::cta.mbarrier::complete_tx::bytes.b128 [%0], [%1];" :: "r"(answer), "r"(bar) : "memory");
+}
+/* The same with an answer to every CTA of the cluster, at the same addresses. One thread of the cluster, all of whose CTAs are still there. */
 MK_DEVICE void launch_try_cancel_multicast(uint32_t answer, uint32_t bar)
 {
     asm volatile("clusterlaunchcontrol.try_cancel.async.shared::cta.mbarrier::complete_tx::bytes.multicast::cluster::all.b128 [%0], [%1];"
