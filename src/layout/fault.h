@@ -28,7 +28,7 @@ typedef struct mk_device_state {
     uint64_t epoch;       /* barriers so far */
     uint64_t calls;       /* collective calls so far */
     uint32_t skip;        /* this call's data stages do nothing */
-    uint32_t tickets[7];  /* of the launches of one pass; zeroed when a call opens */
+    uint32_t tickets[7];  /* of the launches of one pass; zeroed when a call opens. 2, 3: stage/yield.cuh, clusters counted, clusters that left */
     int64_t rows_pulled, rows_pulled_peer, rows_copied; /* counted by s1, ever growing */
     int64_t row_moves_peer;  /* by s1: rows of H pulled from peers; a backward moves two for a table row, or one */
     int64_t rows_replayed, wgrad_continued; /* by mok_backward_fused and mok_call_check */

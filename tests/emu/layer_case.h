@@ -21,6 +21,7 @@ struct LayerShape {
     float limit = 0;
     uint32_t resident = 2;                /* clusters at once on each device */
     uint32_t clusters = 3;                /* of the fused launch; more than resident: the rest start when one leaves */
+    uint32_t refusals = 0;                /* launch control refuses one request in so many */
     int64_t ranks() const { return (int64_t)tokens.size(); }
 };
 
@@ -134,6 +135,7 @@ struct LayerCase {
         r.first_token = first_token;
         r.num_tokens = shape.tokens[(size_t)index];
         r.device = &machine.add_device(shape.resident);
+        r.device->refuse_launches(shape.refusals);
         r.heap = buffer<uint8_t>("heap", r.memory.heap_bytes);
         r.local = buffer<uint8_t>("local", r.memory.local_bytes);
         r.schedule = buffer<uint8_t>("schedule", r.memory.schedule_bytes);
@@ -346,7 +348,7 @@ struct LayerCase {
         LAUNCH(r, mok_s5_combine, c, 2, 256);
     }
 
-    void forward(LayerRank &r) { shape.wide ? forward_with<mk::TileWide>(r) : forward_with<mk::TileNarrow>(r); }
+    void forward(LayerRank &r) { shape.wide ? forward_with<mk::TileStageWide>(r) : forward_with<mk::TileStageNarrow>(r); }
 
     emu::Result run()
     {

@@ -39,6 +39,7 @@ template <class Tile> static void sweep(const char *tile, GemmMode mode)
 #define SWEEP(Tile, mode) TEST(Tile##_##mode) { sweep<mk::Tile>(#Tile, mode); }
 SWEEP(TileWide, GEMM_PLAIN) SWEEP(TileWide, GEMM_PUSH) SWEEP(TileWide, GEMM_SWIGLU) SWEEP(TileWide, GEMM_SWIGLU_KEEP)
 SWEEP(TileNarrow, GEMM_PLAIN) SWEEP(TileNarrow, GEMM_PUSH) SWEEP(TileNarrow, GEMM_SWIGLU) SWEEP(TileNarrow, GEMM_SWIGLU_KEEP)
+SWEEP(TilePair, GEMM_PLAIN) SWEEP(TilePair, GEMM_PUSH) SWEEP(TilePair, GEMM_SWIGLU) SWEEP(TilePair, GEMM_SWIGLU_KEEP)
 SWEEP(TileWideAlone, GEMM_PLAIN) SWEEP(TileWideAlone, GEMM_SWIGLU)
 SWEEP(TileNarrowAlone, GEMM_PLAIN) SWEEP(TileNarrowAlone, GEMM_SWIGLU)
 

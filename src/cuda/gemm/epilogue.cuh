@@ -2,7 +2,8 @@
  *
  *   void operator()(const GemmTask &task, const Acc<Tile> &acc, const WarpOut &out)
  *
- * called by every math warp with its share of a finished tile: 16 rows of each of the accumulator's blocks, all columns.
+ * called by every math warp with its share of a finished tile: 16 rows of each of the accumulator's blocks, all columns. Block m
+ * begins Acc::block_rows rows after block m - 1.
  * Warps do not wait for each other. Rows past task.num_rows and columns past the result's width are never written.
  *
  * Results leave in whole lines: a warp turns 64 columns of its 16 rows (MMA layout) into rows through 2 KiB of its own shared
@@ -137,10 +138,10 @@ template <class Rows> struct StoreRows {
     template <class Tile> MK_MEMBER void operator()(const GemmTask &task, const Acc<Tile> &acc, const WarpOut &out) const
     {
         MK_UNROLL for (uint32_t m = 0; m < Acc<Tile>::blocks; m++) {
-            if (out.row + m * 64 >= (uint32_t)task.num_rows)
+            if (out.row + m * Acc<Tile>::block_rows >= (uint32_t)task.num_rows)
                 return;
             LaneRows to;
-            to.find(rows, task, out.row + m * 64);
+            to.find(rows, task, out.row + m * Acc<Tile>::block_rows);
             MK_UNROLL for (uint32_t c = 0; c < Tile::cols / 64; c++) {
                 const int64_t col = task.col + 64 * (int64_t)c;
                 float v[32];
@@ -183,7 +184,7 @@ template <class Out, class Kept> struct SwigluRows {
     {
         constexpr uint32_t chunks = Tile::cols / 128;
         MK_UNROLL for (uint32_t m = 0; m < Acc<Tile>::blocks; m++) {
-            const uint32_t row = out.row + m * 64;
+            const uint32_t row = out.row + m * Acc<Tile>::block_rows;
             if (row >= (uint32_t)task.num_rows)
                 return;
             MK_UNROLL for (uint32_t c = 0; c < chunks; c++) {

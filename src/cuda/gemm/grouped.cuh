@@ -35,7 +35,7 @@ template <class Tile> struct GroupedProgram {
     MK_MEMBER bool task(uint32_t number, uint32_t rank, GemmTask &task) const
     {
         const int32_t num_tiles = load(&tile_first[num_experts]);
-        const int32_t steps = (num_cols + tile_cols * (int32_t)Tile::cluster - 1) / (tile_cols * (int32_t)Tile::cluster);
+        const int32_t steps = (num_cols + tile_cols * (int32_t)kColumnTiles<Tile> - 1) / (tile_cols * (int32_t)kColumnTiles<Tile>);
         const int32_t group = (int32_t)number / (kGroupTiles * steps);
         const int32_t in_group = (int32_t)number % (kGroupTiles * steps);
         const int32_t group_tiles = num_tiles - group * kGroupTiles < kGroupTiles ? num_tiles - group * kGroupTiles : kGroupTiles;
@@ -45,7 +45,7 @@ template <class Tile> struct GroupedProgram {
         const int32_t expert = (int32_t)mk_find_interval32(tile_first, num_experts, tile);
         const int32_t rows_left = load(&rows[expert]) - (tile - load(&tile_first[expert])) * (int32_t)Tile::rows;
         task.row = task.out_row = tile * (int32_t)Tile::rows;
-        task.col = (in_group / group_tiles * (int32_t)Tile::cluster + (int32_t)rank) * tile_cols;
+        task.col = (in_group / group_tiles * (int32_t)kColumnTiles<Tile> + (int32_t)rank) * tile_cols;
         task.expert = expert;
         task.num_rows = rows_left < (int32_t)Tile::rows ? rows_left : (int32_t)Tile::rows;
         task.num_k_blocks = num_k_blocks;

@@ -46,7 +46,7 @@ template <class Tile> struct TaskReader {
      * not overtake that; release at cluster scope would also wait for the last tile's stores to memory. */
     MK_MEMBER void release(GemmShared<Tile> &s)
     {
-        mbar_arrive_remote_release_cta(cluster_addr(smem_addr(&s.task_empty[at.slot]), 0));
+        mbar_arrive_remote_release_cta(cluster_addr(smem_addr(&s.task_empty[at.slot]), kScheduleRank<Tile>));
     }
 };
 

@@ -26,10 +26,10 @@ template <Major M> MK_DEVICE uint64_t operand_descriptor(uint32_t addr)
 /* From one step of 16 along K to the next, in the descriptor's units. */
 template <Major M> constexpr uint64_t kNextStep = (M == MajorOuter ? 16 * kRowBytes : 16 * 2) >> 4;
 
-/* What one warpgroup accumulates: `blocks` blocks of 64 rows, all columns of the tile. The seam between chips: on Hopper the
- * sums are in registers. Everybody else sees: multiply, wait, read. */
+/* What one warpgroup accumulates: `blocks` blocks of rows, all columns of the tile. The seam between chips: on Hopper the
+ * sums are in registers, of which a warp holds 16 rows of every 64. Everybody else sees: multiply, wait, read. */
 template <class Tile> struct Acc {
-    static constexpr uint32_t blocks = Tile::rows / 64 / (Tile::ping_pong ? 1 : kMathWarpgroups);
+    static constexpr uint32_t blocks = Tile::rows / 64 / (Tile::ping_pong ? 1 : kMathWarpgroups), block_rows = 64;
     float r[blocks][Tile::cols / 2];
 
     /* Starts adding a K block (64 elements of the contraction axis) from the stage at addresses a and b; `first` sets the

@@ -28,13 +28,13 @@ namespace mk {
 /* Both math warpgroups on one tile, 64 x 256 each. Best for large K. */
 struct TileWide {
     static constexpr uint32_t rows = 128, cols = 256, stages = 4, cluster = 2;
-    static constexpr bool ping_pong = false;
+    static constexpr bool ping_pong = false, tensor_memory = false;
 };
 /* The warpgroups take turns, each on a tile of its own: one's epilogue hides under the other's MMAs. Best for K up to about
  * 2048 and for heavy epilogues. */
 struct TileNarrow {
     static constexpr uint32_t rows = 128, cols = 128, stages = 6, cluster = 2;
-    static constexpr bool ping_pong = true;
+    static constexpr bool ping_pong = true, tensor_memory = false;
 };
 /* The same without a cluster. */
 struct TileWideAlone : TileWide { static constexpr uint32_t cluster = 1; };
@@ -50,19 +50,25 @@ constexpr uint32_t kStagingBytes = 4096;      /* for each math warp, to turn acc
 /* Registers a thread: 56 + 2 * 224 = 3 * 168, all that 384 threads have. */
 constexpr int kRegistersMath = 224, kRegistersOther = 56;
 
+/* Column tiles of a task: one for each CTA of the cluster, which share A. With tensor memory (pair.cuh) the CTAs share B and have a task
+ * each. */
+template <class Tile> constexpr uint32_t kColumnTiles = Tile::tensor_memory ? 1 : Tile::cluster;
+
 /* Boxes of the operands' tensor maps, in rows of 64 elements: each CTA of a cluster loads its share of A for all, and B in
  * two halves, which need not be neighbours (gate and up rows of one weight). */
-template <class Tile> constexpr uint32_t kBoxRowsA = Tile::rows / Tile::cluster;
+template <class Tile> constexpr uint32_t kBoxRowsA = Tile::tensor_memory ? Tile::rows : Tile::rows / Tile::cluster;
 template <class Tile> constexpr uint32_t kBoxRowsB = Tile::cols / 2;
 
 /* ---- a task: one tile of one GEMM ---- */
+
+constexpr uint32_t kNoMoreTasks = 0x7fffffff; /* a number past every walk's end */
 
 /* The CTAs of a cluster get neighbouring columns of the same rows (they share A) and the same number of K blocks. */
 struct alignas(16) GemmTask {
     int32_t row;           /* first row of A */
     int32_t col;           /* first column; may lie past N (the odd tile of a pair), then nothing is stored */
     int32_t expert;
-    int32_t num_rows;      /* rows that exist, 1..Tile::rows; the rest is computed and dropped */
+    int32_t num_rows;      /* rows that exist, up to Tile::rows; the rest is computed and dropped */
     int32_t num_k_blocks;  /* 0: no more tasks */
     int32_t kind;          /* which GEMM, for kernels that run several */
     int32_t out_row;       /* first row of the result, for the epilogue */
@@ -81,7 +87,7 @@ struct GemmInput {
 /* What a math warp needs to bring out its share of a tile. */
 struct WarpOut {
     uint32_t staging;  /* kStagingBytes of shared memory, this warp's own */
-    uint32_t row;      /* the warp's first row in the tile's first block; block m adds 64 m */
+    uint32_t row;      /* the warp's first row in the tile's first block; block m adds m * Acc::block_rows */
 };
 
 /* ---- shared memory ---- */
@@ -103,6 +109,8 @@ template <class Tile> constexpr uint32_t kStageBytes = (Tile::rows + Tile::cols)
 template <class Tile> constexpr uint32_t kWarpsPerTile = Tile::ping_pong ? kMathWarps / 2 : kMathWarps;
 /* Readers of a task in a CTA: load and every math warp. */
 constexpr uint32_t kTaskReaders = 1 + kMathWarps;
+/* The CTA of the cluster whose schedule role hands out the tasks. With tensor memory the leading one has the mma role in its place. */
+template <class Tile> constexpr uint32_t kScheduleRank = Tile::tensor_memory ? 1 : 0;
 
 /* By one thread, before anybody uses them; then a cluster barrier. more_readers: roles of the kernel's own, in each CTA, that
  * read every task. */

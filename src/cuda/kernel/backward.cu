@@ -1,9 +1,18 @@
 /* The backward's entries. What the roles do is in stage/backward.cuh. */
+#include "cuda/arch/arch.cuh"
+#ifdef MK_SM100
+#include "cuda/stage/forward.cuh"
+#else
 #include "cuda/stage/backward.cuh"
+#endif
 #include "cuda/stage/s5_combine_bwd.cuh"
 
 using namespace mk;
 
+#ifdef MK_SM100
+/* Not on Blackwell yet: the host refuses. */
+MK_ENTRY MK_KERNEL(kGemmThreads) mok_backward_fused(MK_KERNEL_PARAM mk_backward_params) { trap(); }
+#else
 MK_ENTRY MK_KERNEL(kGemmThreads) mok_backward_fused(MK_KERNEL_PARAM mk_backward_params p)
 {
     BackwardShared &s = *static_cast<BackwardShared *>(shared_base());
@@ -33,6 +42,7 @@ MK_ENTRY MK_KERNEL(kGemmThreads) mok_backward_fused(MK_KERNEL_PARAM mk_backward_
     barrier_cluster_arrive_release();
     barrier_cluster_wait_acquire();
 }
+#endif
 
 MK_ENTRY MK_KERNEL(256) mok_shared_scale(MK_KERNEL_PARAM mk_combine_bwd_params p)
 {

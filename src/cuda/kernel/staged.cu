@@ -68,10 +68,10 @@ MK_ENTRY MK_KERNEL(32) mok_s1_dispatch(MK_KERNEL_PARAM mk_dispatch_params p)
         s1_dispatch(p);
 }
 
-MK_ENTRY MK_KERNEL(kGemmThreads) mok_s2_gate_up_wide(MK_KERNEL_PARAM mk_gemm_params p) { s2_gate_up<TileWide>(p); }
-MK_ENTRY MK_KERNEL(kGemmThreads) mok_s2_gate_up_narrow(MK_KERNEL_PARAM mk_gemm_params p) { s2_gate_up<TileNarrow>(p); }
-MK_ENTRY MK_KERNEL(kGemmThreads) mok_s4_down_wide(MK_KERNEL_PARAM mk_gemm_params p) { s4_down<TileWide>(p); }
-MK_ENTRY MK_KERNEL(kGemmThreads) mok_s4_down_narrow(MK_KERNEL_PARAM mk_gemm_params p) { s4_down<TileNarrow>(p); }
+MK_ENTRY MK_KERNEL(kGemmThreads) mok_s2_gate_up_wide(MK_KERNEL_PARAM mk_gemm_params p) { s2_gate_up<TileStageWide>(p); }
+MK_ENTRY MK_KERNEL(kGemmThreads) mok_s2_gate_up_narrow(MK_KERNEL_PARAM mk_gemm_params p) { s2_gate_up<TileStageNarrow>(p); }
+MK_ENTRY MK_KERNEL(kGemmThreads) mok_s4_down_wide(MK_KERNEL_PARAM mk_gemm_params p) { s4_down<TileStageWide>(p); }
+MK_ENTRY MK_KERNEL(kGemmThreads) mok_s4_down_narrow(MK_KERNEL_PARAM mk_gemm_params p) { s4_down<TileStageNarrow>(p); }
 
 MK_ENTRY MK_KERNEL(256) mok_s5_combine(MK_KERNEL_PARAM mk_combine_params p)
 {

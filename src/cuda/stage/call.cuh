@@ -75,6 +75,8 @@ MK_DEVICE void open_call(const mk_open_params &p)
     store(&state->skip, 0u);
     store(&state->tickets[0], 0u);
     store(&state->tickets[1], 0u);
+    store(&state->tickets[2], 0u);
+    store(&state->tickets[3], 0u);
     store(&state->first_bad_id, ~(uint64_t)0);
     if (p.operation == MK_OP_SCHEDULE) {
         if (status == 0)

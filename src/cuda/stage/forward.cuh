@@ -14,11 +14,18 @@
 #include "cuda/stage/rows.cuh"
 #include "cuda/stage/s1_dispatch.cuh"
 #include "cuda/stage/s2_gate_up.cuh"
+#include "cuda/stage/yield.cuh"
 
 namespace mk {
 
-/* The narrow tile with a stage less, which makes room for the dispatch slot. */
+/* The narrow tile, or Blackwell's, with a stage less, which makes room for the dispatch slot. */
+#ifdef MK_SM100
+struct TileForward : TilePair { static constexpr uint32_t stages = 5; };
+template <> struct GemmShared<TileForward> : PairShared<TileForward> {};
+template <> struct Acc<TileForward> : PairAcc<TileForward> {};
+#else
 struct TileForward : TileNarrow { static constexpr uint32_t stages = 5; };
+#endif
 
 /* Walking the tasks of a whole pass takes more registers than one GEMM's; the math warps have some to give. */
 constexpr int kForwardRegistersMath = 200, kForwardRegistersOther = 104;
@@ -29,13 +36,14 @@ struct ForwardShared {
     DispatchShared dispatch;
     mk_walk walk;
     uint64_t ready[kTaskSlots]; /* one arrival of the wait role: the operands of the task in that slot are there */
+    YieldShared yield;
 };
-static_assert(sizeof(ForwardShared) == MK_FORWARD_SHARED, "what the host asks for");
+static_assert(sizeof(ForwardShared) <= MK_FORWARD_SHARED && sizeof(ForwardShared) > MK_FORWARD_SHARED - 2048, "what the host asks for, on either chip");
 
-/* Cuts of the walk: a task is a pair of neighbouring column tiles, one for each CTA of the cluster. */
+/* Cuts of the walk: a task is kColumnTiles neighbouring column tiles. */
 MK_DEVICE mk_walk forward_walk(const mk_forward_params &p)
 {
-    constexpr int64_t pair = TileForward::cols * TileForward::cluster;
+    constexpr int64_t pair = TileForward::cols * kColumnTiles<TileForward>;
     const mk_dims &d = p.rank.dims;
     mk_walk w = {};
     w.pass = MK_PASS_FORWARD;
@@ -44,7 +52,7 @@ MK_DEVICE mk_walk forward_walk(const mk_forward_params &p)
     w.grid.shared_gate_up = (int32_t)mk_ceil_div(2 * d.shared_intermediate, pair);
     w.grid.shared_down = w.grid.down;
     w.grid.group_tiles = 16;
-    w.grid.raises = (int32_t)(TileForward::cluster * kWarpsPerTile<TileForward>);
+    w.grid.raises = (int32_t)(kColumnTiles<TileForward> * kWarpsPerTile<TileForward>);
     w.mb_tiles = d.mb_tiles_fwd;
     if (!skipped(p.rank)) {
         w.num_tiles = load(&static_cast<const mk_schedule_head *>(p.schedule)->num_tiles);
@@ -63,8 +71,25 @@ struct ForwardProgram {
     ForwardShared &s;
     mk_table t;
     RingCursor<kTaskSlots> at;  /* of the load thread: the next task's place in `ready` */
+    Yield yield;                /* of the schedule thread */
 
-    MK_MEMBER uint32_t next() const { return ticket_take_relaxed_gpu(&device_state(p.rank)->tickets[0], 1); }
+    /* Blackwell's clusters may leave before the tasks are all drawn. */
+    MK_MEMBER uint32_t next()
+    {
+        uint32_t *tickets = device_state(p.rank)->tickets;
+        if constexpr (TileForward::tensor_memory) {
+            const uint32_t num_tasks = (uint32_t)((s.walk.num_tasks + 1) / 2); /* pairs */
+            if (yield.every == 0)
+                yield.begin(num_tasks);
+            if (!yield.go_on())
+                return kNoMoreTasks;
+            const uint32_t number = ticket_take_relaxed_gpu(&tickets[0], 1);
+            if (number >= num_tasks)
+                yield.finish();
+            return number;
+        }
+        return ticket_take_relaxed_gpu(&tickets[0], 1);
+    }
 
     MK_MEMBER bool task(uint32_t number, uint32_t rank, GemmTask &task) const
     {
@@ -77,7 +102,7 @@ struct ForwardProgram {
         const int32_t cols = (int32_t)(down ? TileForward::cols : TileForward::cols / 2);
         task.kind = next.kind;
         task.tag = next.tile;
-        task.col = (next.part * (int32_t)TileForward::cluster + (int32_t)rank) * cols;
+        task.col = (next.part * (int32_t)kColumnTiles<TileForward> + (int32_t)rank) * cols;
         task.num_k_blocks = (int32_t)((down ? width : d.hidden) / kBlockK);
         task.out_row = next.tile * MK_ROW_TILE;
         if (shared) {
@@ -174,17 +199,29 @@ MK_DEVICE void forward_wait(const mk_forward_params &p, const mk_table &t, Forwa
 
 MK_DEVICE void forward_init(const mk_forward_params &p, ForwardShared &s)
 {
-    gemm_init(s.gemm, 1);
     for (uint32_t i = 0; i < kTaskSlots; i++)
         mbar_init(smem_addr(&s.ready[i]), 1);
+    mbar_init(smem_addr(&s.yield.answered), 1);
+    mbar_init(smem_addr(&s.yield.finished), kMathWarps);
     fence_mbar_init_release_cluster();
     s.walk = forward_walk(p);
 }
 
-/* The dispatch role: one warp of each CTA. Rows come from the state's second ticket, in the order of the walk. */
-MK_DEVICE void forward_dispatch(const mk_forward_params &p, const mk_walk &walk, DispatchShared &shared)
+/* By every math warp when it has seen its last task. Rows that only other clusters' tasks need are theirs to move, so a cluster that leaves
+ * need not move more. */
+MK_DEVICE void forward_finished(ForwardShared &s)
 {
-    Dispatch dispatch(p.rank, mk_table_at(&p.rank.memory, p.schedule), shared, &walk);
+    sync_warp();
+    if (TileForward::tensor_memory && lane_idx() == 0)
+        mbar_arrive_release_cta(smem_addr(&s.yield.finished));
+}
+
+/* The dispatch role: one warp of each CTA. Rows come from the state's second ticket, in the order of the walk. */
+MK_DEVICE void forward_dispatch(const mk_forward_params &p, ForwardShared &s)
+{
+    const mk_walk &walk = s.walk;
+    Dispatch dispatch(p.rank, mk_table_at(&p.rank.memory, p.schedule), s.dispatch, &walk);
+    dispatch.stop = TileForward::tensor_memory ? smem_addr(&s.yield.finished) : 0;
     const int64_t num_rows = walk.num_tiles * MK_ROW_TILE;
     dispatch.move_all(&device_state(p.rank)->tickets[1], num_rows - 1, num_rows);
 }

@@ -8,6 +8,15 @@
 
 namespace mk {
 
+/* The tiles of this chip's staged launches. On Blackwell there is one, under both names. */
+#ifdef MK_SM100
+using TileStageWide = TilePair;
+using TileStageNarrow = TilePair;
+#else
+using TileStageWide = TileWide;
+using TileStageNarrow = TileNarrow;
+#endif
+
 /* Tasks of one launch: groups of 16 row tiles; in a group all column pairs, and for each the group's tiles. */
 template <class Tile> struct StageProgram {
     const mk_gemm_params &p;
@@ -34,14 +43,14 @@ template <class Tile> struct StageProgram {
 
     MK_MEMBER bool task(uint32_t number, uint32_t rank, GemmTask &task) const
     {
-        const int32_t steps = (int32_t)mk_ceil_div(p.num_cols, tile_cols * (int32_t)Tile::cluster), num_tiles = (int32_t)(end - first);
+        const int32_t steps = (int32_t)mk_ceil_div(p.num_cols, tile_cols * (int32_t)kColumnTiles<Tile>), num_tiles = (int32_t)(end - first);
         const int32_t group = (int32_t)number / (kGroupTiles * steps), in_group = (int32_t)number % (kGroupTiles * steps);
         const int32_t group_tiles = (int32_t)mk_min(num_tiles - group * kGroupTiles, kGroupTiles);
         if (group_tiles <= 0 || in_group >= group_tiles * steps)
             return false;
         const int64_t tile = first + group * kGroupTiles + in_group % group_tiles;
         task.out_row = (int32_t)(tile * MK_ROW_TILE);
-        task.col = (in_group / group_tiles * (int32_t)Tile::cluster + (int32_t)rank) * tile_cols;
+        task.col = (in_group / group_tiles * (int32_t)kColumnTiles<Tile> + (int32_t)rank) * tile_cols;
         task.num_k_blocks = p.num_k_blocks;
         if (p.shared) {
             task.row = task.out_row;
@@ -93,7 +102,7 @@ struct SlotRows {
     }
 };
 
-static_assert(sizeof(GemmShared<TileWide>) == MK_GEMM_SHARED_WIDE && sizeof(GemmShared<TileNarrow>) == MK_GEMM_SHARED_NARROW, "what the host asks for");
+static_assert(sizeof(GemmShared<TileStageWide>) == MK_GEMM_SHARED_WIDE && sizeof(GemmShared<TileStageNarrow>) == MK_GEMM_SHARED_NARROW, "what the host asks for");
 
 } /* namespace mk */
 #endif

@@ -48,6 +48,7 @@ struct Dispatch {
     bool need_x = true;
     uint32_t parities = 0;    /* bit s: parity of the next filling of slot s */
     int64_t pulled = 0, pulled_peer = 0, copied = 0; /* this lane's */
+    uint32_t stop = 0;        /* an mbarrier after whose first phase no more rows are drawn; 0: none */
 
     MK_MEMBER Dispatch(const mk_rank_params &rank, const mk_table &table, DispatchShared &shared, const mk_walk *fused)
         : r(rank), t(table), s(shared), walk(fused), backward(fused && fused->pass == MK_PASS_BACKWARD)
@@ -233,7 +234,7 @@ struct Dispatch {
         for (;;) {
             uint32_t batch = 0;
             if (lane_idx() == 0)
-                batch = ticket_take_relaxed_gpu(ticket, 1);
+                batch = stop && mbar_test_parity_acquire_cta(stop, 0) ? ~0u : ticket_take_relaxed_gpu(ticket, 1);
             batch = shuffle(batch, 0);
             if ((int64_t)batch * DISPATCH_BATCH >= num_rows)
                 return;
