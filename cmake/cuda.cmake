@@ -1,12 +1,12 @@
 # Kernels of the cuda backend: nvcc compiles every src/cuda/kernel/*.cu into one fat binary, which becomes part of libmok (cuda/host/kernels.c).
 #
 #   MOK_CUDA         AUTO: if nvcc is there; ON: or stop; OFF: never. Without kernels the library still has the backend, which says so.
-#   MOK_CUDA_ARCHS   architectures, "90a" for now (later "90a;100a;103a")
+#   MOK_CUDA_ARCHS   architectures: Hopper and both Blackwells; one of them builds in a third of the time
 #   MOK_NVCC         the compiler, found in PATH and /usr/local/cuda/bin
 #
 # Needs no CUDA language support of CMake and links nothing. Spills and serialised wgmma are errors (tools/check_ptxas.sh).
 set(MOK_CUDA AUTO CACHE STRING "Kernels for GPUs: AUTO, ON or OFF")
-set(MOK_CUDA_ARCHS 90a CACHE STRING "GPU architectures to compile for")
+set(MOK_CUDA_ARCHS "90a;100a;103a" CACHE STRING "GPU architectures to compile for")
 set_property(CACHE MOK_CUDA PROPERTY STRINGS AUTO ON OFF)
 
 # Adds the image to `target`, or the reason why there is none.
@@ -58,7 +58,7 @@ mk_cuda_image_start:
 ")
   add_custom_command(OUTPUT ${out}/kernels.fatbin
     COMMAND sh ${PROJECT_SOURCE_DIR}/tools/check_ptxas.sh ${out}/ptxas.log
-            ${MOK_NVCC} -fatbin ${gencode} -std=c++17 -O3 -fmad=false -Xptxas -v -I${source_dir} -I${PROJECT_SOURCE_DIR}/include
+            ${MOK_NVCC} -fatbin -t 2 ${gencode} -std=c++17 -O3 -fmad=false -Xptxas -v -I${source_dir} -I${PROJECT_SOURCE_DIR}/include
             -o ${out}/kernels.fatbin ${out}/kernels.cu
     DEPENDS ${kernels} ${headers} ${out}/kernels.cu ${PROJECT_SOURCE_DIR}/tools/check_ptxas.sh
     COMMENT "nvcc: kernels for sm_${archs}" VERBATIM)

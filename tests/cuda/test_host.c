@@ -235,7 +235,7 @@ TEST(probe_tells_what_there_is)
     info = cuda_info();
     CHECK(!info.usable);
     CHECK_EQ(info.num_devices, 0);
-    CHECK_STR(info.detail, "no GPU of compute capability 9.0 (Hopper): device 0 is a Fake H100 with 8.0");
+    CHECK_STR(info.detail, "no GPU of compute capability 9.0 (Hopper), 10.0 or 10.3 (Blackwell) that there are kernels for: device 0 is a Fake H100 with 8.0");
     fake.cc_major[1] = 9;
     info = cuda_info();
     CHECK(info.usable);
@@ -265,9 +265,9 @@ TEST(devices_that_cannot_serve_are_refused)
     fake_reset(2);
     EXPECT(mok_group_create_local(2, (int32_t[]){0, 2}, groups), MOK_E_ARG);
     CHECK_STR(mok_last_error(), "device 2: there are 2 CUDA devices, numbered from 0");
-    fake.cc_major[1] = 10;
+    fake.cc_major[1] = 12;
     EXPECT(mok_group_create_local(2, (int32_t[]){0, 1}, groups), MOK_E_ENV);
-    CHECK_STR(mok_last_error(), "device 1 (Fake H101) has compute capability 10.0: backend cuda runs on 9.0 (Hopper) for now");
+    CHECK_STR(mok_last_error(), "device 1 (Fake H101) has compute capability 12.0: backend cuda runs on 9.0 (Hopper), 10.0 and 10.3 (Blackwell)");
     check_nothing_left();
 }
 

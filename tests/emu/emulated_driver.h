@@ -125,7 +125,12 @@ inline mk_cuda_driver table()
     t.cuDeviceGetCount = [](int *count) { *count = 1; return 0; };
     t.cuDeviceGet = [](int *device, int ordinal) { *device = ordinal; return 0; };
     t.cuDeviceGetName = [](char *name, int bytes, int) { snprintf(name, (size_t)bytes, "emulator"); return 0; };
-    t.cuDeviceGetAttribute = [](int *v, int what, int) { *v = what == MK_CU_CC_MAJOR ? 9 : what == MK_CU_CC_MINOR ? 0 : 1; return 0; };
+#ifdef MK_SM100
+    enum { CC_MAJOR = 10 };
+#else
+    enum { CC_MAJOR = 9 };
+#endif
+    t.cuDeviceGetAttribute = [](int *v, int what, int) { *v = what == MK_CU_CC_MAJOR ? CC_MAJOR : what == MK_CU_CC_MINOR ? 0 : 1; return 0; };
     t.cuDeviceGetUuid = [](mk_cu_uuid *uuid, int) { memset(uuid, 1, sizeof *uuid); return 0; };
     t.cuDeviceTotalMem = [](size_t *bytes, int) { *bytes = (size_t)1 << 34; return 0; };
     t.cuDeviceCanAccessPeer = [](int *can, int, int) { *can = 1; return 0; };

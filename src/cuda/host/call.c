@@ -7,6 +7,8 @@
 #include "cuda/host/state.h"
 #include "layout/walk.h"
 
+/* Blackwell's clusters ask, so often in a pass, whether somebody more important wants their SM (stage/yield.cuh). */
+enum { LAUNCH_ROUNDS = 4 };
 enum { BLOCKS_PER_SM = 8, COMMUNICATION_ROW_TILE = MK_ROW_TILE, COPY_BYTES_PER_BLOCK = 16384 };
 
 typedef struct cuda_call {
@@ -226,6 +228,8 @@ static mok_status launch_fused(cuda_call *c, const mok_forward_args *a)
         p.shared_down = g[MK_GEMM_SHARED_DOWN].b_low;
     }
     int64_t clusters = mk_max(c->s->device->kernels.max_clusters[MK_CUDA_mok_forward_fused] - c->s->reserve_clusters, 1);
+    if (c->s->device->blackwell)
+        clusters *= LAUNCH_ROUNDS;
     return launch(c, MK_CUDA_mok_forward_fused, clusters * mk_cuda_kernel_shapes[MK_CUDA_mok_forward_fused].cluster, &p, 0);
 }
 

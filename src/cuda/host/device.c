@@ -11,8 +11,22 @@ enum { MAX_DEVICES = 64 };
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static mk_cuda_device *open_devices[MAX_DEVICES]; /* by ordinal */
 
-/* Compute capabilities that this host code drives: 9.0 for now. */
-static bool supported(int major, int minor) { return major == 9 && minor == 0; }
+/* Compute capabilities that this host code drives. */
+static bool driven(int major, int minor) { return (major == 9 && minor == 0) || (major == 10 && (minor == 0 || minor == 3)); }
+
+/* Are there kernels for it in the image? "90a, sm_100a": of exactly that chip; "100f": of its family. */
+static bool built_for(int major, int minor)
+{
+    const char *archs, *why;
+    char exact[16], family[16];
+    if (!mk_cuda_image(&archs, &why) || !strcmp(archs, "injected"))
+        return true; /* another sentence's business */
+    snprintf(exact, sizeof exact, "%d%da", major, minor);
+    snprintf(family, sizeof family, "%d0f", major);
+    return strstr(archs, exact) || strstr(archs, family);
+}
+
+static bool supported(int major, int minor) { return driven(major, minor) && built_for(major, minor); }
 
 typedef struct properties { int major, minor, num_sms; size_t memory; char name[64]; } properties;
 
@@ -33,15 +47,22 @@ static mok_status make_device(const mk_cuda_driver *api, int32_t ordinal, mk_cud
     mk_cu_device number;
     properties p;
     MK_TRY(look_at(api, ordinal, &number, &p));
-    if (!supported(p.major, p.minor))
-        return mk_fail(MOK_E_ENV, "device %d (%s) has compute capability %d.%d: backend cuda runs on 9.0 (Hopper) for now", ordinal, p.name, p.major,
-                       p.minor);
+    if (!driven(p.major, p.minor))
+        return mk_fail(MOK_E_ENV, "device %d (%s) has compute capability %d.%d: backend cuda runs on 9.0 (Hopper), 10.0 and 10.3 (Blackwell)", ordinal,
+                       p.name, p.major, p.minor);
+    if (!built_for(p.major, p.minor)) {
+        const char *archs, *why;
+        mk_cuda_image(&archs, &why);
+        return mk_fail(MOK_E_ENV, "device %d (%s) has compute capability %d.%d: this library was built with kernels for sm_%s only (MOK_CUDA_ARCHS)", ordinal,
+                       p.name, p.major, p.minor, archs);
+    }
     mk_cuda_device *d = calloc(1, sizeof *d);
     if (!d)
         return mk_fail(MOK_E_MEMORY, "no memory for device %d", ordinal);
     d->api = api;
     d->ordinal = ordinal;
     d->num_sms = p.num_sms;
+    d->blackwell = p.major == 10;
     memcpy(d->name, p.name, sizeof d->name);
     mk_cu_result result = api->cuDeviceGetUuid(&d->uuid, number);
     if (result == MK_CU_SUCCESS)
@@ -216,7 +237,7 @@ static mok_status describe_devices(const mk_cuda_driver *api, int count, mok_bac
     if (!count)
         return mk_fail(MOK_E_ENV, "the driver (version %d.%d) sees no GPU", version / 1000, version % 1000 / 10);
     if (!info->num_devices)
-        return mk_fail(MOK_E_ENV, "no GPU of compute capability 9.0 (Hopper): device 0 is a %s with %d.%d", first.name, first.major, first.minor);
+        return mk_fail(MOK_E_ENV, "no GPU of compute capability 9.0 (Hopper), 10.0 or 10.3 (Blackwell) that there are kernels for: device 0 is a %s with %d.%d", first.name, first.major, first.minor);
     snprintf(info->detail, sizeof info->detail, "driver %d.%d, %d of %d devices: %s, %d SMs, %.0f GiB", version / 1000, version % 1000 / 10,
              info->num_devices, count, first.name, first.num_sms, (double)first.memory / (1 << 30));
     return MOK_OK;

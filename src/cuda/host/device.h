@@ -13,6 +13,7 @@ typedef struct mk_cuda_device {
     int32_t ordinal;            /* as in the driver, and in the runtime */
     int32_t users;              /* group handles */
     int32_t num_sms;
+    bool blackwell;             /* compute capability 10: other tiles (maps.c), clusters that leave (call.c) */
     mk_cu_context context;
     mk_cuda_kernels kernels;    /* loaded by the first workspace */
     mk_cu_uuid uuid;

@@ -44,7 +44,7 @@ typedef struct mk_cuda_kernels {
     int max_clusters[MK_NUM_CUDA_KERNELS];            /* resident at once; only of kernels in clusters */
 } mk_cuda_kernels;
 
-/* The fat binary inside this library, or NULL: *why says why it was built without. *archs: "90a". */
+/* The fat binary inside this library, or NULL: *why says why it was built without. *archs: "90a, sm_100a". */
 const void *mk_cuda_image(const char **archs, const char **why);
 /* For tests and the emulator: this image instead; NULL: the built-in one again. */
 void mk_cuda_image_inject(const void *image);

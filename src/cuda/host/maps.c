@@ -5,7 +5,8 @@
 #include "base/error.h"
 #include "cuda/host/state.h"
 
-/* In rows or columns, as the tiles in cuda/gemm/tile.cuh: both are 128 rows, shared by a cluster of two. */
+/* In rows or columns, as the tiles in cuda/gemm/tile.cuh: all are 128 rows. A cluster of two shares the rows of one and takes two column tiles; on
+ * Blackwell (pair.cuh, always the wide tile) it shares the columns and takes two row tiles, whose tasks are counted one by one. */
 enum { TILE_ROWS = 128, CLUSTER = 2, COLS_WIDE = 256, COLS_NARROW = 128, BLOCK_K = 64 };
 /* Up to this contraction the narrow tile wins: its epilogue hides under the other warpgroup's MMAs. */
 enum { NARROW_UP_TO = 4096 };
@@ -26,6 +27,8 @@ void mk_cuda_choose_tiles(mok_workspace *w, const char *wish)
             g->narrow = false;
         if (s->fused || (wish && !strcmp(wish, "narrow")))
             g->narrow = true;
+        if (s->device->blackwell)
+            g->narrow = false;
         if (gate_up)
             g->kernel = g->narrow ? MK_CUDA_mok_s2_gate_up_narrow : MK_CUDA_mok_s2_gate_up_wide;
         else
@@ -34,7 +37,7 @@ void mk_cuda_choose_tiles(mok_workspace *w, const char *wish)
         g->num_cols = (int32_t)(gate_up ? width : w->dims.hidden);
         g->num_k_blocks = (int32_t)(depth / BLOCK_K);
         g->b_high_row = gate_up ? 0 : cols / 2;
-        g->tasks_per_tile = mk_ceil_div(g->num_cols, (gate_up ? cols / 2 : cols) * CLUSTER);
+        g->tasks_per_tile = mk_ceil_div(g->num_cols, (gate_up ? cols / 2 : cols) * (s->device->blackwell ? 1 : CLUSTER));
     }
 }
 
@@ -66,6 +69,7 @@ static void describe_weights(const mok_workspace *w, mk_gemm_id id, const mok_we
 static mk_tensor describe_rows(const mok_workspace *w, mk_gemm_id id, int64_t num_tokens)
 {
     const mk_memory *m = &w->memory;
+    const mk_cuda_state *s = w->state;
     uint64_t cols = (uint64_t)(is_gate_up(id) ? w->dims.hidden : width_of(&w->dims, id));
     const char *address;
     switch (id) {
@@ -74,7 +78,8 @@ static mk_tensor describe_rows(const mok_workspace *w, mk_gemm_id id, int64_t nu
     case MK_GEMM_SHARED_GATE_UP: address = w->heap + m->x; break;
     default: address = w->local + m->shared_h; break;
     }
-    return mk_tensor_operand(address, cols, (uint64_t)(is_shared(id) ? num_tokens : MK_RING_ROWS(&w->dims)), 0, TILE_ROWS / CLUSTER);
+    return mk_tensor_operand(address, cols, (uint64_t)(is_shared(id) ? num_tokens : MK_RING_ROWS(&w->dims)), 0,
+                             s->device->blackwell ? TILE_ROWS : TILE_ROWS / CLUSTER);
 }
 
 static mok_status encode(mk_tensor_map_encoder encoder, mk_tensor_map *map, const mk_tensor *t, const char *what)
