@@ -67,7 +67,8 @@ CASES = {
     "deepseek-v4-pro": ("deepseek-v4-pro", 8192, None),
 }
 USUAL = list(CASES)[:11]
-PASSES = ("forward", "backward")
+PASSES = ("forward", "backward", "train")  # train: forward and backward
+PASS_FORWARDS = {"forward": 1, "backward": 2, "train": 3}  # in units of the forward's flops
 
 
 # --- the machine --------------------------------------------------------------------------------------------------------
@@ -189,10 +190,10 @@ class Layer:
         return 6.0 * self.tokens * self.hidden * (self.topk * self.width + self.shared)
 
     def flops(self, what):
-        return self.forward_flops * (2 if what == "backward" else 1)
+        return self.forward_flops * PASS_FORWARDS[what]
 
     def dense_flops(self, what):
-        return 6.0 * self.tokens * self.topk * self.hidden * self.width * (2 if what == "backward" else 1)
+        return 6.0 * self.tokens * self.topk * self.hidden * self.width * PASS_FORWARDS[what]
 
     def padding_share(self):
         info = self.workspace.schedule_info(self.schedule)
@@ -233,7 +234,18 @@ class Layer:
     def plain_backward(self, layer=None):
         if layer not in self.graph:
             self.graph[layer] = self.plain(layer)
-        torch.autograd.grad(self.graph[layer], self.leaves, self.dout, retain_graph=True)
+        return torch.autograd.grad(self.graph[layer], self.leaves, self.dout, retain_graph=True)
+
+    def run_train(self):
+        _, self.context = self.workspace.forward(self.schedule, self.x, self.router_weights, self.weights, context=True, out=self.out)
+        self.run_backward()
+
+    def run_train_total(self):
+        self.run_schedule()
+        self.run_train()
+
+    def plain_train(self, layer=None):
+        torch.autograd.grad(self.plain(layer), self.leaves, self.dout)
 
     def make_dense(self, what):
         """The layer's products as dense ones of the same number of rows: [rows, H] x [H, 2I] and [rows, I] x [I, H], or their four gradients."""
@@ -246,9 +258,9 @@ class Layer:
         up, down = random(2 * self.width, self.hidden), random(self.hidden, self.width)
         wide, narrow = torch.empty(rows, 2 * self.width, dtype=x.dtype, device=x.device), torch.empty_like(x)
         products = [(x, up.t(), wide), (h, down.t(), narrow)]
-        if what == "backward":
+        if what != "forward":
             d_wide, d_narrow = random(rows, 2 * self.width), random(rows, self.hidden)
-            products = [(d_narrow, down, h.clone()), (d_wide, up, narrow), (d_narrow.t(), h, torch.empty_like(down)), (d_wide.t(), x, torch.empty_like(up))]
+            products = (products if what == "train" else []) + [(d_narrow, down, h.clone()), (d_wide, up, narrow), (d_narrow.t(), h, torch.empty_like(down)), (d_wide.t(), x, torch.empty_like(up))]
 
         def run():
             for a, b, out in products:
@@ -267,6 +279,22 @@ def check_same(layer, options):
     if not error < 0.02:
         raise SystemExit(f"{layer.name}: MoK and the plain path differ by {error:.3g} of the output's size; nothing was measured")
     return error
+
+
+def check_same_gradients(layer):
+    """dx, the router weights' gradient and those of both weights against autograd through the plain path -> the worst error."""
+    dx, drouter = layer.workspace.backward(layer.schedule, layer.context, layer.dout, layer.x, layer.router_weights, layer.weights, layer.grads)
+    layer.workspace.wait()
+    want = layer.plain_backward()
+    chosen = layer.plain_gate_up.shape[0]
+    got = (dx, drouter, layer.grads.gate[:chosen], layer.grads.down[:chosen])
+    worst = 0.0
+    for name, a, b in zip(("dx", "drouter_weights", "dgate_up", "ddown"), got, want):
+        error = ((a.float() - b.float()).abs().sum() / b.float().abs().sum()).item()
+        if not error < 0.03:
+            raise SystemExit(f"{layer.name}: {name} of MoK and of the plain path differ by {error:.3g} of its size; nothing was measured")
+        worst = max(worst, error)
+    return worst
 
 
 # --- measuring ----------------------------------------------------------------------------------------------------------
@@ -316,6 +344,10 @@ def contestants(layer, what, other):
         named = {"mok": layer.run_forward, "total": layer.run_total, "plain": layer.plain, "dense": layer.make_dense(what), "schedule": layer.run_schedule}
         if other:
             named["other"] = lambda: layer.plain(other)
+    elif what == "train":
+        named = {"mok": layer.run_train, "total": layer.run_train_total, "plain": layer.plain_train, "dense": layer.make_dense(what)}
+        if other:
+            named["other"] = lambda: layer.plain_train(other)
     else:
         named = {"mok": layer.run_backward, "plain": layer.plain_backward, "dense": layer.make_dense(what)}
         if other:
@@ -327,7 +359,7 @@ def measure(layer, what, mode, options, machine, other):
     """-> milliseconds of every round, by contestant."""
     named = contestants(layer, what, other)
     times, host = {name: [] for name in named}, {name: [] for name in named}
-    grad = torch.enable_grad() if what == "backward" else torch.no_grad()
+    grad = torch.enable_grad() if what != "forward" else torch.no_grad()
     with grad, machine:
         calls = {}
         for name, function in named.items():
@@ -478,10 +510,12 @@ def run_case(name, options, group, process_group, machine, commit, other):
     records = []
     for what in options.passes:
         try:
-            if what == "backward":
+            if what != "forward":
                 layer.prepare_backward()
                 layer.run_backward()
                 layer.workspace.wait()
+                with torch.enable_grad():
+                    error = check_same_gradients(layer)
         except mok.UnsupportedError as refusal:
             print(f"{name}: no backward: {refusal}")
             continue

@@ -164,7 +164,8 @@ mok_status mk_cuda_encode_backward(mok_workspace *w, const mok_weights *weights,
 {
     if (w->dims.capacity_tiles)
         MK_TRY(encode_backward_half(w, weights, false, num_tokens));
-    if (w->dims.shared_intermediate && num_tokens)
-        MK_TRY(encode_backward_half(w, weights, true, num_tokens));
+    /* Without tokens too: the shared expert's weight gradients are zeros then, made by the same tasks. */
+    if (w->dims.shared_intermediate)
+        MK_TRY(encode_backward_half(w, weights, true, mk_max(num_tokens, 1)));
     return MOK_OK;
 }
