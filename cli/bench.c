@@ -133,7 +133,7 @@ int command_bench(int argc, char **argv)
         ARG_INT("repeat", "N", &r.settings.repeat, 20, 1, 100000, "measured passes, after one that is not"),
         ARG_STRING("save", "WHAT", &save, "all", "gate/up rows kept for the backward: none, ring, all or a number"),
         ARG_STRING("only", "PART", &only, "all", "layer, gemm or all"),
-        ARG_STRING("backend", "NAME", &backend, "cpu", "cpu, or cuda: the forward, its ranks sharing the first GPU"),
+        ARG_STRING("backend", "NAME", &backend, "cpu", "cpu, or cuda, its ranks sharing the first GPU"),
         SHAPE_DTYPE_OPTION(&dtype),
         ARG_FLAG("requantise", &r.settings.requantise, "mxfp8: quantise the weights in every pass, not once before"),
         ARG_FLAG("json", &json, "print JSON"),

@@ -103,6 +103,16 @@ static void count_work(bench_stage *b, const layer_problem *p, const layer_resul
     const mok_config *c = &p->cfg;
     double hidden = (double)c->hidden, tokens = (double)(p->tokens / r->ranks), rows = (double)r->info[0].rows;
     double products = rows * (double)c->intermediate + tokens * (double)c->shared_intermediate;
+    if (!strcmp(b->operation, "backward")) {
+        if (!strcmp(b->stage, "s4_down_bwd"))
+            b->flops = 2 * hidden * products;
+        if (!strcmp(b->stage, "s2_gate_up_bwd"))
+            b->flops = 4 * hidden * products;
+        if (!strcmp(b->stage, "wgrad"))
+            b->flops = 6 * hidden * products;
+        if (!strcmp(b->stage, "fused"))
+            b->flops = 12 * hidden * products;
+    }
     if (strcmp(b->operation, "forward") != 0)
         return;
     if (!strcmp(b->stage, "publish"))
@@ -183,19 +193,24 @@ static bool run(const bench_settings *s, const layer_problem *p, bench_layer *ou
     return status == MOK_OK;
 }
 
+/* Sets a variable for a run; NULL takes it away. */
+static void put(const char *name, const char *value) { value ? setenv(name, value, 1) : unsetenv(name); }
+
 /* A second run, with one launch for each stage, tells where the time goes that the first run spends in one. */
 static bool run_staged(const bench_settings *s, const layer_problem *p, bench_breakdown *out, char *error, size_t error_size)
 {
-    const char *before = getenv("MOK_FORWARD");
-    char kept[32];
+    static const char *const names[] = {"MOK_FORWARD", "MOK_BACKWARD"};
+    char *before[2];
     bench_layer ignored;
-    snprintf(kept, sizeof kept, "%s", before ? before : "");
-    setenv("MOK_FORWARD", "staged", 1);
+    for (int i = 0; i < 2; i++) {
+        before[i] = getenv(names[i]) ? strdup(getenv(names[i])) : NULL;
+        put(names[i], "staged");
+    }
     bool ok = run(s, p, &ignored, out, error, error_size);
-    if (before)
-        setenv("MOK_FORWARD", kept, 1);
-    else
-        unsetenv("MOK_FORWARD");
+    for (int i = 0; i < 2; i++) {
+        put(names[i], before[i]);
+        free(before[i]);
+    }
     return ok;
 }
 

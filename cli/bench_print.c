@@ -1,5 +1,6 @@
 /* mok bench: the tables for people and the JSON for programs. */
 #include <stdio.h>
+#include <string.h>
 #include <unistd.h>
 
 #include "bench.h"
@@ -140,8 +141,7 @@ bool bench_print_json(const bench_report *r)
         json_int(&w, "ring_rows", r->layer.config.ring_rows);
         time_json(&w, "schedule", r->layer.schedule, 0);
         time_json(&w, "forward", r->layer.forward, r->layer.forward_flops);
-        if (s->cfg.backend != MOK_BACKEND_CUDA)
-            time_json(&w, "backward", r->layer.backward, r->layer.backward_flops);
+        time_json(&w, "backward", r->layer.backward, r->layer.backward_flops);
         traffic_json(&w, &r->layer);
         if (r->layer.has_breakdown)
             gpu_layer_json(&w, &r->layer);
@@ -166,6 +166,15 @@ static void time_row(term_table *t, const char *name, bench_time time, double fl
     term_table_cell(t, "%s", flops > 0 ? term_si(flops / time.p50, "FLOP/s").text : "");
 }
 
+/* Seconds of an operation: of all its stages. */
+static double whole(const bench_breakdown *b, const char *operation)
+{
+    double sum = 0;
+    for (int32_t i = 0; i < b->num_stages; i++)
+        sum += strcmp(b->stages[i].operation, operation) ? 0 : b->stages[i].time.p50;
+    return sum;
+}
+
 static void print_breakdown(const bench_breakdown *b)
 {
     term_table t;
@@ -179,7 +188,7 @@ static void print_breakdown(const bench_breakdown *b)
         term_table_cell(&t, "%.4g", s->launches);
         term_table_cell(&t, "%s", term_seconds(s->time.p50).text);
         term_table_cell(&t, "%s", term_seconds(s->time.p99).text);
-        term_table_cell(&t, "%.1f %%", 100 * s->time.p50 / b->forward.p50);
+        term_table_cell(&t, "%.1f %%", 100 * s->time.p50 / whole(b, s->operation));
         term_table_cell(&t, "%s", work > 0 ? term_si(work, unit).text : "");
         term_table_cell(&t, "%s", work > 0 ? term_si(work / s->time.p50, rate).text : "");
     }
@@ -188,10 +197,10 @@ static void print_breakdown(const bench_breakdown *b)
 
 static void print_gpu_layer(const bench_layer *l)
 {
-    printf("\nOn the GPU of rank 0 a forward takes %s (p50; p99 %s), which is %s for all ranks; by launch, as shares of a forward:\n\n", term_seconds(l->called.forward.p50).text,
+    printf("\nOn the GPU of rank 0 a forward takes %s (p50; p99 %s), which is %s for all ranks. By launch, as shares of the operation:\n\n", term_seconds(l->called.forward.p50).text,
            term_seconds(l->called.forward.p99).text, term_si(l->forward_flops / l->called.forward.p50, "FLOP/s").text);
     print_breakdown(&l->called);
-    printf("\nWith one launch for each stage and minibatch (MOK_FORWARD=staged), where nothing overlaps, it takes %s:\n\n", term_seconds(l->staged.forward.p50).text);
+    printf("\nWith one launch for each stage and minibatch (MOK_FORWARD=staged, MOK_BACKWARD=staged), where nothing overlaps, a forward takes %s:\n\n", term_seconds(l->staged.forward.p50).text);
     print_breakdown(&l->staged);
     printf("\nThe busiest rank pulls %s and pushes %s in a forward, from rank to rank: %s, both together.\n", term_si((double)l->traffic.bytes_pulled, "B").text,
            term_si((double)l->traffic.bytes_pushed, "B").text, term_si(link_bytes(l) / l->called.forward.p50, "B/s").text);
@@ -208,8 +217,7 @@ static void print_layer(const bench_report *r)
     term_table_start(&t, "lrrrrr", (const char *[]){"pass", "p50", "p99", "fastest", "work", "rate"});
     time_row(&t, "schedule", l->schedule, 0);
     time_row(&t, "forward", l->forward, l->forward_flops);
-    if (r->settings.cfg.backend != MOK_BACKEND_CUDA)
-        time_row(&t, "backward", l->backward, l->backward_flops);
+    time_row(&t, "backward", l->backward, l->backward_flops);
     term_table_print(&t, stdout);
     /* Of the fastest, because a schedule's time includes waiting for ranks that are still in the pass before. */
     printf("\nThe fastest schedule takes %.3g %% of the fastest forward's time.\n", 100 * l->schedule.fastest / l->forward.fastest);

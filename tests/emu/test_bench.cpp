@@ -78,11 +78,12 @@ TEST(json_has_stages_rates_and_traffic)
     REQUIRE(v);
     const json_value *layer = json_get(v, "layer"), *fused = json_get(layer, "stages"), *staged = json_get(layer, "staged");
     CHECK(!strcmp(json_get(v, "backend")->string, "cuda"));
-    CHECK(json_get(v, "gpu") && json_get(layer, "schedule") && json_get(layer, "forward") && !json_get(layer, "backward"));
+    CHECK(json_get(v, "gpu") && json_get(layer, "schedule") && json_get(layer, "forward") && json_get(layer, "backward"));
     check_stage(fused, "schedule", "s0_schedule", 5);
     check_stage(fused, "forward", "publish", 2);
     check_stage(fused, "forward", "fused", 1);
     check_stage(fused, "forward", "s5_combine", 1);
+    check_stage(fused, "backward", "fused", 1);
     const double routes = 24 * 2, flops = 6.0 * 64 * 64 * (routes + 24), steps = number(stage(staged, "forward", "s1_dispatch"), "launches");
     CHECK(steps >= 1);
     check_stage(staged, "forward", "s1_dispatch", steps);
@@ -90,6 +91,9 @@ TEST(json_has_stages_rates_and_traffic)
     check_stage(staged, "forward", "s4_down", steps + 1);
     CHECK_EQ(number(stage(fused, "forward", "fused"), "flops"), flops);
     CHECK_EQ(number(stage(staged, "forward", "s2_gate_up"), "flops") + number(stage(staged, "forward", "s4_down"), "flops"), flops);
+    CHECK_EQ(number(stage(staged, "backward", "s4_down_bwd"), "flops") + number(stage(staged, "backward", "s2_gate_up_bwd"), "flops") +
+             number(stage(staged, "backward", "wgrad"), "flops"), 2 * flops);
+    CHECK_EQ(number(stage(fused, "backward", "fused"), "flops"), 2 * flops);
     CHECK_EQ(number(stage(staged, "forward", "s1_dispatch"), "bytes"), routes * 128);
     CHECK_EQ(number(stage(staged, "forward", "s5_combine"), "bytes"), 24 * 128 * 4);
     /* publish 2, check 1, fused 1, combine 1; two barriers are launches where a rank has its GPU to itself */
@@ -109,7 +113,7 @@ TEST(table_for_people_over_two_ranks)
     int status;
     const std::string text = bench({SHAPE, "--ranks", "2"}, &status);
     CHECK_EQ(status, 0);
-    for (const char *part : {"backend cuda (", "s0_schedule", "rank_barrier", "fused", "s1_dispatch", "s2_gate_up", "s4_down", "s5_combine", "FLOP/s", "are padding (", "The busiest rank pulls "})
+    for (const char *part : {"backend cuda (", "s0_schedule", "rank_barrier", "fused", "s1_dispatch", "s2_gate_up", "s4_down", "wgrad", "s5_combine", "FLOP/s", "are padding (", "The busiest rank pulls "})
         CHECK_STR(text.c_str(), part);
     CHECK(text.find(" pulls 0 B") == std::string::npos); /* half of the tokens live on the other rank */
 }
