@@ -15,10 +15,11 @@ The last line counts: "N passed, N failed, N skipped" (killed or explained, unex
 import argparse, concurrent.futures, os, random, re, shutil, subprocess, sys, time
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-TESTS = ["gemm", "schedule", "dispatch", "forward"]  # tests/emu/test_<name>.cpp; --tests
+TESTS = ["gemm", "schedule", "dispatch", "mx", "forward", "backward"]  # tests/emu/test_<name>.cpp; --tests
 
-# Which of them run a file, the quickest to notice first; what is not listed: all but the core's own.
-RUN_BY = {"gemm/": ["gemm", "forward"], "stage/forward": ["forward"], "stage/s1_": ["dispatch", "forward"], "stage/s5_": ["forward"], "kernel/forward": ["forward"],
+# Which of them run a file, the quickest to notice first; what is not listed: schedule and forward.
+RUN_BY = {"gemm/": ["gemm", "forward"], "stage/forward": ["forward"], "stage/s1_": ["dispatch", "forward"], "stage/s5_": ["forward"], "kernel/forward": ["forward"], "stage/backward": ["backward"], "stage/s2_gate_up_bwd": ["backward"], "stage/s4_down_bwd": ["backward"],
+          "stage/s5_combine_bwd": ["backward"], "stage/wgrad": ["backward"], "kernel/backward": ["backward"], "stage/mx": ["mx"], "kernel/mx": ["mx"],
           "arch/": ["gemm"], "layout/": ["forward"]}
 
 # Calls that are left out, where they stand as a statement of their own.
@@ -30,10 +31,10 @@ NO_CALLS = ("arch/", "host/", "layout/")  # bodies of the instructions; host cod
 WRONG = [
     ("gemm/mma.cuh", "return ", "kOperandLayout", ["kOperandLayout ^ 1ull << 62", "kOperandLayout ^ 1ull << 63", "kOperandLayout ^ 1ull << 37",
                                                    "kOperandLayout ^ 1ull << 49"]),
-    ("gemm/mma.cuh", "r[m], ", "da + step * next_step + m * next_block", ["da + 2 * step * next_step + m * next_block", "da + step * next_step + m * next_block / 2",
-                                                                         "da + step * next_step"]),
-    ("gemm/mma.cuh", "m * next_block, ", "db + step * next_step", ["db", "db + 2 * step * next_step"]),
-    ("gemm/mma.cuh", "db + step * next_step, ", "!first || step > 0", ["true", "!first"]),
+    ("gemm/mma.cuh", "r[m], ", "da + step * kNextStep<A> + m * next_block", ["da + 2 * step * kNextStep<A> + m * next_block",
+                                                                            "da + step * kNextStep<A> + m * next_block / 2", "da + step * kNextStep<A>"]),
+    ("gemm/mma.cuh", "m * next_block, ", "db + step * kNextStep<B>", ["db", "db + 2 * step * kNextStep<B>"]),
+    ("gemm/mma.cuh", "db + step * kNextStep<B>, ", "!first || step > 0", ["true", "!first"]),
     ("gemm/mma.cuh", "smem_addr(s.a[at.slot]) + ", "first_row * kRowBytes", ["0"]),
     ("gemm/mma.cuh", "rank < ", "Tile::cluster", ["1"]),
     ("gemm/mma.cuh", "at.skip(", "(uint32_t)task.num_k_blocks", ["0"]),
@@ -69,6 +70,8 @@ WRONG = [
     ("stage/forward.cuh", "smem_addr(&s.ready[at.slot]), ", "at.parity", ["at.parity ^ 1"]),
     ("stage/forward.cuh", "need.counter, need.first), ", "need.count", ["need.count - 1", "1"]),
     ("stage/forward.cuh", "signal(", "MK_COUNTER_s4_tasks_done", ["MK_COUNTER_s2_bwd_tasks_done"]),
+    ("stage/backward.cuh", "gemm_init(s.gemm, ", "1", ["0", "2"]),
+    ("stage/backward.cuh", "mbar_init(smem_addr(&s.ready[i]), ", "1", ["2"]),
     ("stage/s1_dispatch.cuh", "walk ? ", "mk_tile_before(walk, r.dims.ring_tiles, tile)", ["-1", "mk_tile_before(walk, r.dims.ring_tiles + 1, tile)"]),
     ("stage/s1_dispatch.cuh", "d.duplicates = ", "(int32_t)population_count(behind & ~(behind + 1))", ["0", "(int32_t)population_count(behind)"]),
     ("stage/s1_dispatch.cuh", "(uint32_t)d.duplicates == ", "DISPATCH_BATCH - 1", ["DISPATCH_BATCH"]),
@@ -76,7 +79,7 @@ WRONG = [
     ("stage/s1_dispatch.cuh", "(parities >> slot ^ ", "mine / Slots", ["0"]),
     ("stage/s1_dispatch.cuh", "parities ^= ", "(count / Slots % 2 ? (1u << Slots) - 1 : 0) ^ ((1u << count % Slots) - 1)", ["0", "(1u << count % Slots) - 1"]),
     ("stage/s1_dispatch.cuh", "at += MK_DISPATCH_AREA, parities ^= ", "1", ["0"]),
-    ("stage/s1_dispatch.cuh", "const uint32_t rows = d.source ? 1 + ", "(uint32_t)d.duplicates", ["0"]),
+    ("stage/s1_dispatch.cuh", "const uint32_t rows = d.moves ? 1 + ", "(uint32_t)d.duplicates", ["0"]),
     ("stage/s1_dispatch.cuh", "MK_COUNTER_s1_copies_done, ", "d.from / MK_ROW_TILE", ["tile"]),
     ("stage/stage.cuh", "tickets[", "1 - ticket", ["ticket"]),
     ("layout/depend.h", "MK_COUNTER_s1_copies_done, old, old + 1, ", "t->copies_out_fwd[old]", ["0", "t->copies_out_fwd[old] + 1"]),
@@ -182,13 +185,13 @@ def write_tree(build, edits):
 
 
 def compile_tests(build, tree):
-    subprocess.run(["cmake", "--build", build, "--target", "mok_emu", "mok_static"], check=True, stdout=subprocess.DEVNULL)
-    libraries = [subprocess.check_output(["find", build, "-name", f"lib{n}.a"], text=True).split()[0] for n in ("mok_emu", "mok_static")]
+    subprocess.run(["cmake", "--build", build, "--target", "mok_emu", "mok_static", "mok_layer"], check=True, stdout=subprocess.DEVNULL)
+    libraries = [subprocess.check_output(["find", build, "-name", f"lib{n}.a"], text=True).split()[0] for n in ("mok_emu", "mok_layer", "mok_static")]
     jobs = []
     for name in TESTS:
         out = os.path.join(build, "mutants", "test_" + name)
         jobs.append((name, subprocess.Popen(["g++", "-std=c++17", "-O1", "-ffp-contract=off", "-fno-math-errno", "-w", "-Wno-psabi", "-DMOK_EMU", "-include", os.path.join(tree, "mutant.h"), "-I" + tree, "-I" + os.path.join(ROOT, "src"),
-                                             "-I" + os.path.join(ROOT, "include"), "-I" + os.path.join(ROOT, "tests", "support"), "-I" + os.path.join(ROOT, "tests", "emu"),
+                                             "-I" + os.path.join(ROOT, "include"), "-I" + os.path.join(ROOT, "tests", "support"), "-I" + os.path.join(ROOT, "tests", "emu"), "-I" + os.path.join(ROOT, "cli"),
                                              os.path.join(ROOT, "tests", "emu", f"test_{name}.cpp"), *libraries, "-o", out, "-lpthread", "-lm", "-ldl"])))
     for name, job in jobs:
         if job.wait() != 0:
@@ -211,6 +214,12 @@ def killed_by(build, n, tests, seeds, first_seed, known=()):
             if process.wait() not in (0, 1):
                 return f"{name}: died ({process.returncode})", True
     return None, reached
+
+
+def tests_of(file):
+    """The tests that are tried for a mutant of this file, of those that were asked for."""
+    tests = next((tests for start, tests in RUN_BY.items() if file.startswith(start)), ["schedule", "forward"])
+    return [t for t in tests if t in TESTS]
 
 
 def read_survivors():
@@ -239,7 +248,7 @@ def main():
     args = options.parse_args()
     TESTS[:] = args.tests.split(",")
     mutants, edits = find_mutants()
-    numbers = [n for n, m in enumerate(mutants) if args.only in f"{m[0]}: {m[2]}"]
+    numbers = [n for n, m in enumerate(mutants) if args.only in f"{m[0]}: {m[2]}" and tests_of(m[0])]
     if args.sample:
         numbers = sorted(random.Random(args.seed).sample(numbers, min(args.sample, len(numbers))))
     if args.list:
@@ -265,9 +274,8 @@ def main():
         where = f"{file}:{line}: {what}"
         if time.time() > deadline:
             return "skipped", f"SKIP {where}: out of time"
-        tests = next((tests for start, tests in RUN_BY.items() if file.startswith(start)), [t for t in TESTS if t != "gemm"])
         reason = explained.get((file, what))
-        test, reached = killed_by(build, n, [t for t in tests if t in TESTS], 1 if reason else args.seeds, args.first_seed, known)
+        test, reached = killed_by(build, n, tests_of(file), 1 if reason else args.seeds, args.first_seed, known)
         if test:
             return "passed", f"PASS {where}  [{test}]"
         if reason:
