@@ -5,7 +5,7 @@ Makes one mutant of src/cuda for every call of one (that call left out), and for
 parities, counts and needs; runs the emulator tests with each until one fails. A mutant that no test notices survives: it must be
 listed in tools/mutate_survivors.txt with the reason why it is redundant, or the tests are too weak.
 
-    tools/mutate.py --build BUILD [--seeds N] [--only TEXT] [--sample N --seed S] [--minutes M] [--list]
+    tools/mutate.py --build BUILD [--seeds N] [--only PATTERN] [--sample N --seed S] [--minutes M] [--list]
 
 --seed chooses the sample. The tests' own seeds are 1 to N (--seeds) whatever the sample is, so that a mutant has one verdict.
 
@@ -15,10 +15,11 @@ The last line counts: "N passed, N failed, N skipped" (killed or explained, unex
 import argparse, concurrent.futures, os, random, re, shutil, subprocess, sys, time
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-TESTS = ["gemm", "schedule", "dispatch", "mx", "forward", "backward"]  # tests/emu/test_<name>.cpp; --tests
+TESTS = ["gemm", "schedule", "dispatch", "mx", "forward", "forward_sm100", "backward"]  # tests/emu/test_<name>.cpp; --tests
 
 # Which of them run a file, the quickest to notice first; what is not listed: schedule and forward.
-RUN_BY = {"gemm/": ["gemm", "forward"], "stage/forward": ["forward"], "stage/s1_": ["dispatch", "forward"], "stage/s5_": ["forward"], "kernel/forward": ["forward"], "stage/backward": ["backward"], "stage/s2_gate_up_bwd": ["backward"], "stage/s4_down_bwd": ["backward"],
+RUN_BY = {"gemm/pair": ["forward_sm100"], "stage/yield": ["forward_sm100"], "gemm/gemm": ["gemm", "forward", "forward_sm100"], "gemm/": ["gemm", "forward"],
+          "stage/forward": ["forward", "forward_sm100"], "stage/s1_": ["dispatch", "forward"], "stage/s5_": ["forward"], "kernel/forward": ["forward", "forward_sm100"], "stage/backward": ["backward"], "stage/s2_gate_up_bwd": ["backward"], "stage/s4_down_bwd": ["backward"],
           "stage/s5_combine_bwd": ["backward"], "stage/wgrad": ["backward"], "kernel/backward": ["backward"], "stage/mx": ["mx"], "kernel/mx": ["mx"],
           "arch/": ["gemm"], "layout/": ["forward"]}
 
@@ -58,15 +59,15 @@ WRONG = [
     ("gemm/tile.cuh", "parity ^= ", "slot / Slots & 1", ["0"]),
     ("arch/tensor_map.h", "t.swizzle = ", "MK_SWIZZLE_128B", ["MK_SWIZZLE_NONE"]),
     ("arch/tensor_map.h", "t.box[1] = ", "box_rows", ["box_rows / 2"]),
-    ("kernel/forward.cu", "lane_idx() == 0 && ", "cluster_rank() == 0", ["true"]),
+    ("kernel/forward.cu", "gemm_begin(s.gemm, ", "1", ["0", "2"]),
     ("stage/call.cuh", "r.memory.call_heads) + ", "(call & 1)", ["0"]),
     ("stage/call.cuh", "load(&state->epoch) + ", "1", ["0"]),
     ("stage/call.cuh", "(load(&device_state(r)->calls) & ", "1", ["0"]),
-    ("stage/forward.cuh", "gemm_init(s.gemm, ", "1", ["0", "2"]),
     ("stage/forward.cuh", "mbar_init(smem_addr(&s.ready[i]), ", "1", ["2"]),
-    ("stage/forward.cuh", "w.grid.raises = ", "(int32_t)(TileForward::cluster * kWarpsPerTile<TileForward>)",
-     ["1", "(int32_t)kWarpsPerTile<TileForward>", "(int32_t)(TileForward::cluster * kWarpsPerTile<TileForward>) - 1", "(int32_t)(TileForward::cluster * kWarpsPerTile<TileForward>) + 1"]),
-    ("stage/forward.cuh", "->tickets[", "0", ["1"]),
+    ("stage/forward.cuh", "w.grid.raises = ", "(int32_t)(kColumnTiles<TileForward> * kWarpsPerTile<TileForward>)",
+     ["1", "(int32_t)kWarpsPerTile<TileForward>", "(int32_t)(kColumnTiles<TileForward> * kWarpsPerTile<TileForward>) - 1",
+      "(int32_t)(kColumnTiles<TileForward> * kWarpsPerTile<TileForward>) + 1"]),
+    ("stage/forward.cuh", "return ticket_take_relaxed_gpu(&tickets[", "0", ["1"]),
     ("stage/forward.cuh", "smem_addr(&s.ready[at.slot]), ", "at.parity", ["at.parity ^ 1"]),
     ("stage/forward.cuh", "need.counter, need.first), ", "need.count", ["need.count - 1", "1"]),
     ("stage/forward.cuh", "signal(", "MK_COUNTER_s4_tasks_done", ["MK_COUNTER_s2_bwd_tasks_done"]),
@@ -248,7 +249,7 @@ def main():
     args = options.parse_args()
     TESTS[:] = args.tests.split(",")
     mutants, edits = find_mutants()
-    numbers = [n for n, m in enumerate(mutants) if args.only in f"{m[0]}: {m[2]}" and tests_of(m[0])]
+    numbers = [n for n, m in enumerate(mutants) if re.search(args.only, f"{m[0]}: {m[2]}") and tests_of(m[0])]
     if args.sample:
         numbers = sorted(random.Random(args.seed).sample(numbers, min(args.sample, len(numbers))))
     if args.list:
