@@ -406,14 +406,15 @@ MOK_API mok_status mok_refuse(mok_workspace *workspace, mok_call_kind call, uint
  * ------------------------------------------------------------------------------------------------------------------ */
 typedef struct mok_mx_quantise_args {
     uint32_t struct_size, api_version;
-    mok_backend_id backend;       /* whose memory the pointers are of: MOK_BACKEND_CPU (auto); cuda: unsupported yet */
+    mok_backend_id backend;       /* whose memory the pointers are of: MOK_BACKEND_CPU (auto), or cuda, where all are multiples of 16 */
     int64_t count, rows, cols;    /* rows and cols: multiples of 32 */
     const void *source;           /* [count, rows, cols] bf16 */
     void *data, *scales;          /* out, both or none: e4m3 [count, rows, cols], and count times the scales, blocks along cols */
     void *transposed, *transposed_scales; /* out, both or none: e4m3 [count, cols, rows], blocks along rows */
     int64_t *not_finite;          /* out or NULL: elements of source that are NaN or infinite; host memory */
 } mok_mx_quantise_args;
-/* Not collective. cpu: has finished when it returns. */
+/* Not collective; the same bits on every backend. cpu: has finished when it returns. cuda: on the stream, of the device that the memory is
+ * of; blocks if not_finite is asked for. */
 MOK_API mok_status mok_mx_quantise(const mok_mx_quantise_args *args, void *stream);
 /* Bytes of the scales of one [rows, cols] matrix with blocks along cols; 0 if a size is below 0 or no multiple of 32. */
 MOK_API int64_t mok_mx_scale_bytes(int64_t rows, int64_t cols);

@@ -38,7 +38,7 @@ def scales_shape(count: int, rows: int, cols: int) -> tuple[int, int, int, int]:
 
 
 def quantise(weight: torch.Tensor, normal: bool = True, transposed: bool = False) -> Quantised:
-    """bf16 [rows, cols] or [El, rows, cols], rows and cols multiples of 32. Quantised by the library, on the CPU."""
+    """bf16 [rows, cols] or [El, rows, cols], rows and cols multiples of 32. Quantised by the library, on the current stream."""
     source = weight.detach().contiguous()
     *counts, rows, cols = source.shape
     count, q = (counts[0] if counts else 1), Quantised()
@@ -51,7 +51,8 @@ def quantise(weight: torch.Tensor, normal: bool = True, transposed: bool = False
         q.transposed = torch.empty((*counts, cols, rows), dtype=torch.float8_e4m3fn, device=source.device)
         q.transposed_scales = torch.empty(scales_shape(count, cols, rows), dtype=torch.uint8, device=source.device)
         args.transposed, args.transposed_scales = q.transposed.data_ptr(), q.transposed_scales.data_ptr()
-    lib.check(lib.library().mok_mx_quantise(byref(args), None))
+    stream = torch.cuda.current_stream(source.device).cuda_stream if source.device.type == "cuda" else None
+    lib.check(lib.library().mok_mx_quantise(byref(args), stream))
     return q
 
 

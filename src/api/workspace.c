@@ -76,7 +76,7 @@ static mok_status resolve(mok_group *group, const mok_config *cfg, mok_workspace
     MK_TRY(mk_read_struct("mok_config", cfg, &w->config, sizeof w->config));
     MK_TRY(mk_backend_choose(group, w->config.backend, &w->backend));
     w->config.backend = w->backend->id;
-    if (w->config.dtype == MOK_MXFP8 && !w->backend->mx_quantise)
+    if (w->config.dtype == MOK_MXFP8 && !w->backend->mxfp8)
         return mk_fail(MOK_E_UNSUPPORTED, "dtype MOK_MXFP8: backend %s does not compute in it yet; use MOK_BF16, or backend cpu", w->backend->name);
     mk_machine machine = mk_default_machine(w->config.backend);
     MK_TRY(mk_resolve(&w->config, group->size, group->rank, machine, &w->dims));

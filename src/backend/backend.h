@@ -45,11 +45,12 @@ typedef struct mk_backend {
     void (*memory_free)(mok_workspace *w, void *memory);
     /* Between such memory and the host's, any way. Waits for the workspace's work first. */
     mok_status (*memory_copy)(mok_workspace *w, void *to, const void *from, size_t bytes);
-    /* MXFP8: mok_mx_quantise, its arguments checked. NULL: this backend does not compute in MXFP8. */
+    /* mok_mx_quantise, its arguments checked. NULL: this backend does not do it. */
     mok_status (*mx_quantise)(const mok_mx_quantise_args *args, void *stream);
     /* mok_stage_times_start, mok_stage_times_read; NULL: it has none. */
     mok_status (*stage_times_start)(mok_workspace *w);
     mok_status (*stage_times_read)(mok_workspace *w, struct mok_stage_time *times, int32_t *count);
+    bool mxfp8; /* its layers compute in MXFP8 too */
 } mk_backend;
 
 struct mok_workspace {

@@ -189,4 +189,5 @@ const mk_backend mk_backend_cpu = {
     .memory_free = memory_free,
     .memory_copy = memory_copy,
     .mx_quantise = mx_quantise,
+    .mxfp8 = true,
 };

@@ -366,4 +366,62 @@ TEST(a_recompute_makes_the_context_of_the_forward)
     make_mistake(MOK_BACKEND_CUDA, recompute, 2);
 }
 
+TEST(mx_quantise_has_the_cpus_bits_and_refuses_foreign_memory)
+{
+    enum { COUNT = 2, ROWS = 160, COLS = 96, N = COUNT * ROWS * COLS };
+    const size_t scale_bytes = (size_t)(COUNT * mok_mx_scale_bytes(ROWS, COLS)), turned_bytes = (size_t)(COUNT * mok_mx_scale_bytes(COLS, ROWS));
+    uint64_t state = test_seed();
+    std::vector<uint16_t> x(N);
+    for (uint16_t &v : x)
+        v = layer_bf16((float)(test_normal(&state) * exp(10 * test_normal(&state))));
+    x[77] = 0x7f80;
+    x[N - 3] = 0xffc0;
+    std::vector<uint8_t> want[4] = {std::vector<uint8_t>(N), std::vector<uint8_t>(scale_bytes), std::vector<uint8_t>(N), std::vector<uint8_t>(turned_bytes)};
+    int64_t counted = -1, counted_there = -1;
+    mok_mx_quantise_args a = MOK_INIT(mok_mx_quantise_args);
+    a.count = COUNT;
+    a.rows = ROWS;
+    a.cols = COLS;
+    a.source = x.data();
+    a.data = want[0].data();
+    a.scales = want[1].data();
+    a.transposed = want[2].data();
+    a.transposed_scales = want[3].data();
+    a.not_finite = &counted;
+    CHECK_EQ(mok_mx_quantise(&a, nullptr), MOK_OK);
+    CHECK_EQ(counted, 2);
+
+    emulated::plug_in(test_seed(), 2);
+    void *there[5];
+    const size_t sizes[5] = {N * 2, N, scale_bytes, N, turned_bytes};
+    for (int i = 0; i < 5; i++)
+        emulated::allocate(&there[i], sizes[i]);
+    emulated::copy(there[0], x.data(), N * 2);
+    mok_mx_quantise_args b = a;
+    b.backend = MOK_BACKEND_CUDA;
+    CHECK_EQ(mok_mx_quantise(&b, nullptr), MOK_E_ARG);
+    CHECK_STR(mok_last_error(), "source is at");
+    b.source = there[0];
+    CHECK_EQ(mok_mx_quantise(&b, nullptr), MOK_E_ARG);
+    CHECK_STR(mok_last_error(), "data is at");
+    b.data = there[1];
+    b.scales = there[2];
+    b.transposed = there[3];
+    b.transposed_scales = there[4];
+    b.not_finite = &counted_there;
+    if (mok_mx_quantise(&b, nullptr) != MOK_OK)
+        TEST_FAILED("%s; emulator: %s", mok_last_error(), emulated::gpu.trouble.c_str());
+    CHECK_EQ(counted_there, 2);
+    for (int i = 0; i < 4; i++)
+        CHECK_BYTES(there[i + 1], want[i].data(), sizes[i + 1]);
+    /* The transpose alone counts too. */
+    b.data = b.scales = nullptr;
+    counted_there = -1;
+    CHECK_EQ(mok_mx_quantise(&b, nullptr), MOK_OK);
+    CHECK_EQ(counted_there, 2);
+    for (void *p : there)
+        emulated::release(p);
+    CHECK_EQ(emulated::gpu.live, 0);
+}
+
 int main(int argc, char **argv) { return test_main(argc, argv); }

@@ -3,6 +3,7 @@
  *   cuda.c    the backend table: open, close, check, wait, stats, memory
  *   call.c    one call: which kernels, in which order, with which parameters and grids
  *   maps.c    the tensor maps of the GEMMs
+ *   mx.c      quantisation of weights, without a workspace
  *   meet.c    the barrier of ranks that share a GPU
  *   times.c   how long each stage took, for benchmarks
  *   fault.c   what the device found wrong, in a sentence */
@@ -89,6 +90,9 @@ mok_status mk_cuda_encode_backward(mok_workspace *w, const mok_weights *weights,
 /* call.c */
 mok_status mk_cuda_run(mok_workspace *w, const mk_call *call, void *stream);
 void mk_cuda_refuse(mok_workspace *w, mk_operation operation, uint64_t layer, mok_status status, void *stream);
+
+/* mx.c */
+mok_status mk_cuda_mx_quantise(const mok_mx_quantise_args *args, void *stream);
 
 /* meet.c: with the context current. `status` and `refused`: how this rank comes. *skip: the rest of the call does not take place,
  * because some rank refuses it or calls another operation; the device says so too. */

@@ -26,7 +26,7 @@ typedef struct mk_mx_matrix_params {
     void *bf16;             /* [count, rows, cols] */
     void *data, *scales;    /* turned: of [cols, rows] matrices */
     int64_t count, rows, cols;
-    uint64_t *not_finite;   /* as above; of mok_mx_quantise_matrix alone, which sees the same elements as _turned */
+    uint64_t *not_finite;   /* as above, by mok_mx_quantise_matrix and _turned: each sees all elements */
 } mk_mx_matrix_params;
 
 #endif

@@ -133,7 +133,8 @@ struct MxTurnedShared {
 static_assert(sizeof(MxTurnedShared) == MK_MX_TURNED_SHARED, "what the host asks for");
 
 /* A tile of the source, zeros outside the matrix. */
-MK_DEVICE void mx_load_tile(const uint16_t *from, int64_t rows, int64_t cols, int64_t row, int64_t col, MxTurnedShared &s)
+MK_DEVICE void mx_load_tile(const uint16_t *from, int64_t rows, int64_t cols, int64_t row, int64_t col, uint64_t *not_finite,
+                            MxTurnedShared &s)
 {
     constexpr int kPieces = MK_MX_TURNED_COLS / 8;
     MK_UNROLL for (int i = 0; i < MK_MX_TURNED_ROWS * kPieces / 256; i++) {
@@ -141,6 +142,7 @@ MK_DEVICE void mx_load_tile(const uint16_t *from, int64_t rows, int64_t cols, in
         const bool there = row + r < rows && col + c < cols;
         const Vec4 v = there ? load(reinterpret_cast<const Vec4 *>(from + (row + r) * cols + col + c)) : Vec4{0, 0, 0, 0};
         store_shared_b128(smem_addr(&s.tile[r][c]), v);
+        mx_count_not_finite(not_finite, v);
     }
 }
 
@@ -169,7 +171,7 @@ MK_DEVICE void mx_quantise_turned(const mk_mx_matrix_params &p, MxTurnedShared &
     const int64_t across = mk_ceil_div(p.cols, MK_MX_TILE) * (MK_MX_TILE / MK_MX_TURNED_COLS), down = mk_ceil_div(p.rows, MK_MX_TURNED_ROWS);
     for (int64_t i = block_idx(); i < p.count * down * across; i += num_blocks()) {
         const int64_t m = i / (down * across), row = i / across % down * MK_MX_TURNED_ROWS, col = i % across * MK_MX_TURNED_COLS;
-        mx_load_tile(static_cast<const uint16_t *>(p.bf16) + m * p.rows * p.cols, p.rows, p.cols, row, col, s);
+        mx_load_tile(static_cast<const uint16_t *>(p.bf16) + m * p.rows * p.cols, p.rows, p.cols, row, col, p.not_finite, s);
         barrier_block_sync();
         const uint32_t c = thread_idx() % MK_MX_TURNED_COLS, first = thread_idx() / MK_MX_TURNED_COLS * MK_MX_BLOCK;
         const int64_t turned_row = col + c, turned_col = row + first;

@@ -1,0 +1,108 @@
+/* mok_mx_quantise on a GPU: two launches on the caller's stream, on the device that the memory is of. Needs no workspace. */
+#include "cuda/host/state.h"
+
+#include "cuda/kernel/mx_params.h"
+
+enum { BLOCKS_PER_SM = 8 };
+
+/* Devices that were used here stay open, so that their kernels are loaded once. */
+static uint64_t kept;
+
+static mok_status open_device(int32_t ordinal, mk_cuda_device **device)
+{
+    MK_TRY(mk_cuda_device_open(ordinal, device));
+    uint64_t bit = (uint64_t)1 << ordinal % 64;
+    if (__atomic_fetch_or(&kept, bit, __ATOMIC_ACQ_REL) & bit)
+        mk_cuda_device_close(*device); /* an earlier call's user remains */
+    return mk_cuda_device_load(*device);
+}
+
+/* All of one device. NULL is not looked at. */
+static mok_status check_memory(const mk_cuda_driver *api, const char *name, const void *pointer, int *ordinal)
+{
+    int attributes[] = {MK_CU_POINTER_MEMORY_TYPE, MK_CU_POINTER_DEVICE_ORDINAL}, device = -1;
+    unsigned type = 0;
+    void *values[] = {&type, &device};
+    if (!pointer)
+        return MOK_OK;
+    if ((uintptr_t)pointer % 16)
+        return mk_fail(MOK_E_ARG, "%s is at %p: backend cuda needs it aligned to 16 bytes", name, pointer);
+    MK_CUDA_TRY(api->cuPointerGetAttributes(2, attributes, values, mk_cu_address(pointer)), "asking the driver what %s (at %p) is", name, pointer);
+    if (type == 0)
+        return mk_fail(MOK_E_ARG, "%s is at %p, which is no memory of the CUDA driver: backend cuda takes device pointers", name, pointer);
+    if (*ordinal >= 0 && device != *ordinal)
+        return mk_fail(MOK_E_ARG, "%s is on device %d, but source is on device %d", name, device, *ordinal);
+    *ordinal = device;
+    return MOK_OK;
+}
+
+static mok_status launch(const mk_cuda_device *d, mk_cuda_kernel kernel, int64_t pieces, mk_mx_matrix_params *p, void *stream)
+{
+    const mk_cuda_kernel_shape *shape = &mk_cuda_kernel_shapes[kernel];
+    int64_t blocks = mk_max(mk_min(pieces, (int64_t)d->num_sms * BLOCKS_PER_SM), 1);
+    mk_cu_launch config = {.grid_x = (unsigned)blocks, .grid_y = 1, .grid_z = 1, .block_x = shape->threads, .block_y = 1, .block_z = 1,
+                           .shared_bytes = shape->shared, .stream = stream};
+    void *list[] = {p};
+    MK_CUDA_TRY(d->api->cuLaunchKernelEx(&config, d->kernels.function[kernel], list, NULL), "launching %s (%u blocks on device %d)", shape->name,
+                config.grid_x, d->ordinal);
+    return MOK_OK;
+}
+
+static mok_status launch_both(const mk_cuda_device *d, const mok_mx_quantise_args *a, mk_cu_pointer not_finite, void *stream)
+{
+    mk_mx_matrix_params p = {.bf16 = (void *)(uintptr_t)a->source, .data = a->data, .scales = a->scales, .count = a->count, .rows = a->rows,
+                             .cols = a->cols, .not_finite = (uint64_t *)(uintptr_t)not_finite};
+    if (a->data)
+        MK_TRY(launch(d, MK_CUDA_mok_mx_quantise_matrix, mk_ceil_div(a->count * mk_round_up(a->rows, MK_MX_TILE), 8), &p, stream));
+    p.data = a->transposed;
+    p.scales = a->transposed_scales;
+    p.not_finite = a->data ? NULL : p.not_finite;
+    int64_t tiles = mk_ceil_div(a->rows, MK_MX_TURNED_ROWS) * mk_ceil_div(a->cols, MK_MX_TILE) * (MK_MX_TILE / MK_MX_TURNED_COLS);
+    return a->transposed ? launch(d, MK_CUDA_mok_mx_quantise_turned, a->count * tiles, &p, stream) : MOK_OK;
+}
+
+/* With the context current. Counting blocks, as the number goes to host memory. */
+static mok_status quantise_entered(const mk_cuda_device *d, const mok_mx_quantise_args *a, void *stream)
+{
+    mk_cu_pointer counter = 0;
+    uint64_t counted = 0;
+    if (!a->not_finite)
+        return launch_both(d, a, 0, stream);
+    MK_CUDA_TRY(d->api->cuMemAlloc(&counter, sizeof counted), "allocating a counter on device %d", d->ordinal);
+    mk_cu_result result = d->api->cuMemsetD8(counter, 0, sizeof counted);
+    if (result == MK_CU_SUCCESS)
+        result = d->api->cuCtxSynchronize(); /* the stream need not wait for the null stream */
+    mok_status status = result == MK_CU_SUCCESS ? launch_both(d, a, counter, stream) : mk_cuda_fail(result, "clearing a counter on device %d", d->ordinal);
+    if (status == MOK_OK) {
+        result = d->api->cuCtxSynchronize();
+        if (result == MK_CU_SUCCESS)
+            result = d->api->cuMemcpyDtoH(&counted, counter, sizeof counted);
+        status = result == MK_CU_SUCCESS ? MOK_OK : mk_cuda_fail(result, "reading a counter from device %d", d->ordinal);
+    }
+    d->api->cuMemFree(counter);
+    if (status == MOK_OK)
+        *a->not_finite = (int64_t)counted;
+    return status;
+}
+
+mok_status mk_cuda_mx_quantise(const mok_mx_quantise_args *a, void *stream)
+{
+    const mk_cuda_driver *api;
+    mk_cuda_device *device;
+    int ordinal = -1;
+    if (a->not_finite)
+        *a->not_finite = 0;
+    if (!a->source || !a->count || !a->rows || !a->cols)
+        return MOK_OK;
+    MK_TRY(mk_cuda_driver_get(&api));
+    MK_TRY(check_memory(api, "source", a->source, &ordinal));
+    MK_TRY(check_memory(api, "data", a->data, &ordinal));
+    MK_TRY(check_memory(api, "scales", a->scales, &ordinal));
+    MK_TRY(check_memory(api, "transposed", a->transposed, &ordinal));
+    MK_TRY(check_memory(api, "transposed_scales", a->transposed_scales, &ordinal));
+    MK_TRY(open_device(ordinal, &device));
+    MK_TRY(mk_cuda_enter(device));
+    mok_status status = quantise_entered(device, a, stream);
+    mk_cuda_leave(device);
+    return status;
+}
