@@ -36,7 +36,7 @@ static bool parse_names(char *text, calibration *k, char *error, size_t error_si
     return true;
 }
 
-/* Which half a record belongs to: within those of the same pass, mode and kind of machine (one GPU, or several), every second one. */
+/* Which half a record belongs to: within those of the same pass, mode, strategy and kind of machine (one GPU, or several), every second one. */
 static int half_of(const record_list *l, int i)
 {
     int before = 0;
@@ -44,6 +44,7 @@ static int half_of(const record_list *l, int i)
         return !l->marked[i];
     for (int k = 0; k < i; k++)
         before += l->records[k].c.pass == l->records[i].c.pass && l->records[k].c.sustained == l->records[i].c.sustained &&
+                  l->records[k].c.strategy == l->records[i].c.strategy &&
                   (l->records[k].c.dims.num_ranks > 1) == (l->records[i].c.dims.num_ranks > 1);
     return before % 2;
 }
@@ -91,7 +92,7 @@ static void print_text(const calibration *k)
     if (k->list.split)
         printf("\nThe fit has seen the records that say so; worst of the others %.1f %%.\n\n", 100 * k->worst[0]);
     else
-        printf("\nNo prediction has seen its record. Of the records of the same pass, mode and kind of machine (one GPU, several), the first, third ...\n"
+        printf("\nNo prediction has seen its record. Of the records of the same pass, mode, strategy and kind of machine (one GPU, several), the first, third ...\n"
                "are half A, the others half B; each half predicts the other. Worst: %.1f %% fitted on A, %.1f %% fitted on B.\n\n", 100 * k->worst[0], 100 * k->worst[1]);
     term_table_start(&t, "lrrr", (const char *[]){"figure", "before", k->list.split ? "fitted" : "fitted on A", k->list.split ? "" : "fitted on B"});
     for (int i = 0; i < k->num_names; i++) {

@@ -1,6 +1,7 @@
 #include "profile_file.h"
 
 #include <math.h>
+#include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
@@ -94,6 +95,24 @@ bool profile_load(const char *name, sim_profile *p, char *error, size_t error_si
     sim_profile_defaults(p);
     snprintf(p->name, sizeof p->name, "%.63s", name);
     return load(name, p, 0, error, error_size) && check(p, name, error, error_size);
+}
+
+bool profile_set(sim_profile *p, const char *assignments, char *error, size_t error_size)
+{
+    char copy[512];
+    snprintf(copy, sizeof copy, "%s", assignments ? assignments : "");
+    for (char *item = strtok(copy, ","); item; item = strtok(NULL, ",")) {
+        char *equals = strchr(item, '='), *end = NULL;
+        if (equals)
+            *equals = '\0';
+        double *field = sim_profile_field(p, item), value = equals ? strtod(equals + 1, &end) : NAN;
+        if (!field || !equals || end == equals + 1 || *end || !(value >= 0)) {
+            snprintf(error, error_size, "--set: \"%s\" is no figure of a profile with a number of 0 or more behind it, as in cpu_sync_us=0", item);
+            return false;
+        }
+        *field = value;
+    }
+    return check(p, "with --set", error, error_size);
 }
 
 bool profile_write(FILE *out, const sim_profile *p, const char *source)

@@ -274,7 +274,7 @@ int command_simulate(int argc, char **argv)
     shape_options shape;
     int64_t ring, minibatch, minibatch_bwd, comm_sms, comm_sms_bwd, seed, trace_rank;
     arg_int_list ranks;
-    const char *profile, *pass, *strategies, *routing, *dtype, *mode, *save, *svg, *baseline;
+    const char *profile, *assignments, *pass, *strategies, *routing, *dtype, *mode, *save, *svg, *baseline;
     bool json, list;
     char error[1024];
     s = (simulate_settings){0};
@@ -282,6 +282,7 @@ int command_simulate(int argc, char **argv)
         SHAPE_MODEL_OPTION(&shape),
         SHAPE_OPTIONS(&shape, -1, -1, -1, -1, -1),
         ARG_STRING("profile", "NAME", &profile, "h200-x8", "the machine: a name of profiles/, or the path of a JSON file"),
+        ARG_STRING("set", "NAME=X,...", &assignments, NULL, "figures of the profile by hand"),
         ARG_INT_LIST("ranks", "P,P,...", &ranks, "8", 1, 4096, "GPUs that share the experts; several: one run for each"),
         ARG_INT("tokens", "T", &s.tokens, 2048, 1, ARG_NO_LIMIT, "tokens of each rank"),
         ARG_STRING("pass", "WHAT", &pass, "both", "forward, backward or both"),
@@ -318,7 +319,7 @@ int command_simulate(int argc, char **argv)
         list_profile();
     } else if (parsed == ARGS_OK) {
         bool base[SIM_NUM_STRATEGIES] = {0};
-        bool ok = profile_load(profile, &s.profile, error, sizeof error) && simulate_word("pass", pass, passes, 3, &which_pass, error, sizeof error) &&
+        bool ok = profile_load(profile, &s.profile, error, sizeof error) && profile_set(&s.profile, assignments, error, sizeof error) && simulate_word("pass", pass, passes, 3, &which_pass, error, sizeof error) &&
                   simulate_word("dtype", dtype, dtypes, 2, &which_dtype, error, sizeof error) && simulate_word("mode", mode, modes, 2, &which_mode, error, sizeof error) &&
                   parse_strategies(strategies, s.strategies, error, sizeof error) && parse_strategies(baseline, base, error, sizeof error) &&
                   shape_resolve(&shape, &s.cfg, s.name, NULL, error, sizeof error) && shape_save(save, &s.cfg.save, &s.cfg.save_rows, error, sizeof error) &&

@@ -319,7 +319,7 @@ int command_tune(int argc, char **argv)
     static tuning t;
     shape_options shape;
     int64_t ranks, seed;
-    const char *profile, *pass, *routing, *dtype, *mode, *svg;
+    const char *profile, *assignments, *pass, *routing, *dtype, *mode, *svg;
     bool json;
     char error[1024];
     t = (tuning){0};
@@ -327,6 +327,7 @@ int command_tune(int argc, char **argv)
         SHAPE_MODEL_OPTION(&shape),
         SHAPE_OPTIONS(&shape, -1, -1, -1, -1, -1),
         ARG_STRING("profile", "NAME", &profile, "h200-x8", "the machine: a name of profiles/, or the path of a JSON file"),
+        ARG_STRING("set", "NAME=X,...", &assignments, NULL, "figures of the profile by hand"),
         ARG_INT("ranks", "P", &ranks, 8, 1, 4096, "GPUs that share the experts"),
         ARG_INT("tokens", "T", &t.s.tokens, 2048, 1, ARG_NO_LIMIT, "tokens of each rank"),
         ARG_STRING("pass", "WHAT", &pass, "both", "forward, backward or both"),
@@ -346,7 +347,7 @@ int command_tune(int argc, char **argv)
     } else if (parsed == ARGS_OK) {
         static const char *const passes[] = {"both", "forward", "backward"}, *const dtypes[] = {"bf16", "mxfp8"}, *const modes[] = {"burst", "sustained"};
         int which_pass, which_dtype, which_mode;
-        bool ok = profile_load(profile, &t.s.profile, error, sizeof error) && simulate_word("pass", pass, passes, 3, &which_pass, error, sizeof error) &&
+        bool ok = profile_load(profile, &t.s.profile, error, sizeof error) && profile_set(&t.s.profile, assignments, error, sizeof error) && simulate_word("pass", pass, passes, 3, &which_pass, error, sizeof error) &&
                   simulate_word("dtype", dtype, dtypes, 2, &which_dtype, error, sizeof error) && simulate_word("mode", mode, modes, 2, &which_mode, error, sizeof error) &&
                   shape_resolve(&shape, &t.s.cfg, t.s.name, NULL, error, sizeof error) && sim_parse_routing(routing, &t.s.routing, error, sizeof error);
         if (ok) {

@@ -49,8 +49,8 @@ static void evaluate(fit *f, point *at)
         f->simulations++;
     }
     at->error = sum / count;
-    for (int i = 0; i < f->num; i++) /* far from where it began, a figure has to earn its place */
-        at->error += (fabs(at->x[i]) > log(4.0) ? fabs(at->x[i]) : 0) + 1e-5 * at->x[i] * at->x[i];
+    for (int i = 0; i < f->num; i++) /* a figure stays where it was unless the records say otherwise */
+        at->error += (fabs(at->x[i]) > log(4.0) ? fabs(at->x[i]) : 0) + 5e-4 * at->x[i] * at->x[i];
 }
 
 static int worse_first(const void *a, const void *b)

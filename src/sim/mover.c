@@ -33,13 +33,21 @@ static void look_at(sim_state *s, sim_mover *m)
     }
 }
 
-static void look_at_sends(sim_state *s, sim_mover *m)
+/* How many tiles come before a row's in its rank's walk. */
+static int64_t turn_of(const sim_state *s, const sim_row_move *move)
 {
-    const sim_rank *r = &s->ranks[m->rank];
-    int64_t first = m->batch * SIM_BATCH, end = mk_min(first + SIM_BATCH, r->num_sends);
-    m->num_moves = (int32_t)(end - first);
-    for (int64_t i = first; i < end; i++)
-        m->moves[i - first] = r->sends[i];
+    int64_t tile = move->row / MK_ROW_TILE;
+    return s->c->pass == MK_PASS_BACKWARD ? tile : s->ranks[move->rank].walk.num_tiles - 1 - tile;
+}
+
+/* Of one turn only: a batch moves when all of its slots are free, and a later turn's slot may become free through this turn's rows. */
+static void draw_sends(sim_state *s, sim_mover *m)
+{
+    sim_rank *r = &s->ranks[m->rank];
+    int64_t first = r->batch_ticket, end = mk_min(first + SIM_BATCH, r->num_sends);
+    for (m->num_moves = 0; first + m->num_moves < end && turn_of(s, &r->sends[first + m->num_moves]) == turn_of(s, &r->sends[first]); m->num_moves++)
+        m->moves[m->num_moves] = r->sends[first + m->num_moves];
+    r->batch_ticket += m->num_moves;
 }
 
 /* --- waiting ----------------------------------------------------------------------------------------------------------- */
@@ -178,11 +186,12 @@ void sim_mover_step(sim_state *s, int32_t actor, double now)
             s->left--;
             return;
         }
-        m->batch = r->batch_ticket++;
-        if (push)
-            look_at_sends(s, m);
-        else
+        if (push) {
+            draw_sends(s, m);
+        } else {
+            m->batch = r->batch_ticket++;
             look_at(s, m);
+        }
         m->step = 1;
     }
     if (m->step == 1) {

@@ -91,17 +91,14 @@ sim_waiter *sim_waiter_of(sim_state *s, int32_t actor)
 void sim_raise(sim_state *s, int32_t rank, int64_t counter, uint32_t n, double time)
 {
     sim_counter *c = &s->ranks[rank].counters[counter];
-    int32_t *link = &c->waiter;
     c->count += n;
     c->time = time > c->time ? time : c->time;
-    while (*link != SIM_NOBODY) {
-        sim_waiter *w = sim_waiter_of(s, *link);
-        if (w->count > c->count) {
-            link = &w->next;
-            continue;
-        }
-        int32_t actor = *link;
-        *link = w->next;
+    while (c->waiter != SIM_NOBODY) { /* all of them wait for the same count */
+        int32_t actor = c->waiter;
+        sim_waiter *w = sim_waiter_of(s, actor);
+        if (w->count > c->count)
+            return;
+        c->waiter = w->next;
         sim_events_push(&s->events, c->time, actor);
     }
 }
@@ -151,7 +148,14 @@ static void set_walk(const sim_state *s, sim_rank *r)
     r->walk = (mk_walk){.pass = s->c->pass, .grid = s->grid, .num_tiles = r->t->head.num_tiles, .mb_tiles = backward ? d->mb_tiles_bwd : d->mb_tiles_fwd,
                         .shared_tiles = d->shared_intermediate ? mk_ceil_div(s->c->tokens, MK_ROW_TILE) : 0, .piece_first = r->table.piece_first,
                         .num_pieces = r->t->head.num_pieces, .replay_from = backward ? mk_min(d->saved_tiles, r->t->head.num_tiles) : 0};
+    if (!sim_strategies[s->c->strategy].serial) {
+        mk_walk_count(&r->walk);
+        return;
+    }
+    r->walk.grid.wgrad = 0; /* pieces hang on macrobatches there, not on minibatches: counted by themselves */
     mk_walk_count(&r->walk);
+    r->walk.grid.wgrad = s->grid.wgrad;
+    r->walk.num_tasks += r->walk.num_pieces * s->grid.wgrad;
 }
 
 /* One macrobatch after the other: the walk of each, its weight gradients at its end. */
@@ -250,7 +254,7 @@ static bool list_sends(sim_state *s, const sim_tables *tables)
                         s->ranks[src].sends[s->ranks[src].num_sends++] = (sim_row_move){(int32_t)i, d, 0};
             }
     for (int32_t r = 0; r < s->num_ranks && ok; r++)
-        s->ranks[r].num_batches = mk_ceil_div(s->ranks[r].num_sends, SIM_BATCH);
+        s->ranks[r].num_batches = s->ranks[r].num_sends; /* a batch takes as many as it holds */
     free(count);
     return ok;
 }
@@ -374,7 +378,8 @@ double sim_schedule_seconds(const sim_case *c)
 {
     const sim_profile *p = &c->profile;
     double routes = (double)(c->tokens * c->dims.num_ranks * c->dims.topk);
-    return (p->schedule_us + (c->dims.num_ranks > 1 ? p->barrier_us * 2 : 0) + routes * p->schedule_ns_per_route * 1e-3 +
+    double rows = routes * (double)c->dims.experts_count / (double)c->dims.num_experts;
+    return (p->schedule_us + (c->dims.num_ranks > 1 ? p->barrier_us * 4 : 0) + (routes * p->schedule_ns_per_route + rows * p->schedule_ns_per_row) * 1e-3 +
             (double)c->dims.experts_count * p->schedule_us_per_expert) * 1e-6;
 }
 

@@ -43,16 +43,17 @@
     X(pass_us, 25, "us of a pass outside its kernels' work: launches that follow each other, opening, checks")                    \
     X(barrier_us, 6, "us of one rank barrier")                                                                                    \
     X(schedule_us, 48, "us of making a row table, independent of its size")                                                       \
-    X(schedule_ns_per_route, 0.3, "ns for each route of all ranks")                                                               \
-    X(schedule_us_per_expert, 0.25, "us for each expert of the rank")                                                             \
-    X(grouped_factor, 0.92, "separate GEMMs (torch grouped_mm): their rate / bf16_tflops")                                        \
+    X(schedule_ns_per_route, 0.205, "ns for each route of all ranks")                                                             \
+    X(schedule_ns_per_row, 0.18, "ns for each row of the rank")                                                                   \
+    X(schedule_us_per_expert, 0.2, "us for each expert of the rank")                                                             \
+    X(grouped_factor, 0.96, "separate GEMMs (torch grouped_mm): their rate / bf16_tflops")                                        \
     X(grouped_half_k, 190, "K at which they reach half of that")                                                                  \
-    X(elementwise_gbps, 3300, "GB/s of sort, gather, SwiGLU and other kernels between separate GEMMs")                            \
+    X(elementwise_gbps, 1000, "GB/s of sort, gather, SwiGLU and other kernels between separate GEMMs")                            \
     X(elementwise_us, 6, "us of launching one of them")                                                                           \
-    X(nccl_gbps, 290, "GB/s per GPU and direction of an all-to-all")                                                              \
+    X(nccl_gbps, 340, "GB/s per GPU and direction of an all-to-all")                                                              \
     X(nccl_us, 25, "us of an all-to-all without data")                                                                            \
     X(nccl_us_per_rank, 1, "us more for each rank")                                                                               \
-    X(cpu_sync_us, 60, "us until the CPU has read the counts and the next launch starts")                                         \
+    X(cpu_sync_us, 680, "us of the host in a forward of separate kernels: reading counts, and launches that the GPU waits for")\
     X(deepep_gbps, 300, "GB/s per GPU and direction of DeepEP's dispatch and combine")                                            \
     X(deepep_us, 40, "us of one of them without data")                                                                            \
     X(error_percent, 50, "% by which predictions of passes on this machine may be off: measured by mok calibrate, or a guess")    \

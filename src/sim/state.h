@@ -45,7 +45,7 @@ typedef struct sim_rank {
     mk_table table;
     mk_walk walk;
     mk_task *order;              /* [walk.num_tasks], or NULL: the walk's own order */
-    int64_t ticket, batch_ticket, num_batches;
+    int64_t ticket, batch_ticket, num_batches; /* batches of 32 rows; where rows are pushed, rows */
     sim_counter *counters;       /* by mk_counter_index; then one per macrobatch */
     int64_t macro_base, num_macros;
     int32_t *macro_tasks;        /* tasks of each macrobatch */

@@ -132,6 +132,8 @@ TEST(every_task_and_row_runs_once_in_every_strategy)
                 continue;
             sim_case c = layer(4, 512, pass ? MK_PASS_BACKWARD : MK_PASS_FORWARD, &p, uniform_routing());
             c.strategy = (sim_strategy_id)i;
+            c.dims.mb_tiles_fwd = c.dims.mb_tiles_bwd = 2; /* several minibatches in a ring, several rings in a table */
+            c.dims.ring_tiles = c.dims.saved_tiles = 6;
             seconds_of(&c, &r);
             sim_tables t;
             char error[256];
