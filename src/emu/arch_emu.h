@@ -28,6 +28,7 @@ namespace mk {
 uint32_t thread_idx();
 uint32_t block_idx();
 uint32_t num_blocks();
+uint32_t sm_idx();
 uint32_t lane_idx();
 uint32_t warp_idx();
 uint32_t cluster_rank();

@@ -127,6 +127,7 @@ using namespace emu;
 
 uint32_t thread_idx() { return self->idx; }
 uint32_t block_idx() { return self->cta->block; }
+uint32_t sm_idx() { return self->cta->block % 132; }
 uint32_t num_blocks() { return self->cta->device->queue.front().shape.blocks; }
 uint32_t lane_idx() { return self->lane(); }
 uint32_t warp_idx() { return self->warp(); }

@@ -93,6 +93,11 @@ MK_DEVICE uint32_t multiply_task(GemmShared<Tile> &s, Acc<Tile> &acc, RingCursor
     return previous;
 }
 
+/* A warpgroup begins task `number` of its CTA, or its epilogue, or has ended it: kernels that keep a trace overload this for their epilogue
+ * (stage/forward.cuh, stage/trace.cuh). */
+enum TraceStamp { TRACE_PRODUCT_BEGINS, TRACE_EPILOGUE_BEGINS, TRACE_EPILOGUE_ENDS };
+template <class Epilogue> MK_DEVICE void note_task(const Epilogue &, uint32_t, TraceStamp) {}
+
 /* The math role: all threads of a math warpgroup (0 or 1). */
 template <class Tile, class Epilogue> MK_DEVICE void gemm_math(GemmShared<Tile> &s, uint32_t warpgroup, Epilogue &epilogue)
 {
@@ -119,12 +124,15 @@ template <class Tile, class Epilogue> MK_DEVICE void gemm_math(GemmShared<Tile> 
         }
         if (Tile::ping_pong)
             barrier_named_sync(BARRIER_MATH_TURN + warpgroup, both);
+        note_task(epilogue, turn, TRACE_PRODUCT_BEGINS);
         const uint32_t last = multiply_task<MajorK, MajorK>(s, acc, at, task.num_k_blocks, first_row, false, WholeBlocks());
         if (Tile::ping_pong)
             barrier_named_arrive(BARRIER_MATH_TURN + (warpgroup ^ 1), both);  /* handed on as soon as the MMAs are issued */
         acc.wait_all();
         release_stage(s, last);
+        note_task(epilogue, turn, TRACE_EPILOGUE_BEGINS);
         epilogue(task, acc, out);
+        note_task(epilogue, turn, TRACE_EPILOGUE_ENDS);
     }
 }
 

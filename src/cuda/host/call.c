@@ -123,6 +123,7 @@ static cuda_call make_call(mok_workspace *w, mk_operation operation, uint64_t la
 {
     mk_cuda_state *s = w->state;
     cuda_call c = {.w = w, .s = s, .api = s->api, .operation = operation, .stream = stream};
+    s->rank.trace = w->trace;
     c.open.rank = s->rank;
     c.open.layer = layer;
     c.open.operation = (int32_t)operation;

@@ -105,6 +105,15 @@ static void fill_rank(mok_workspace *w, mk_cu_pointer fault)
                                .router_bf16 = w->config.router_dtype == MOK_BF16, .shared_gate = w->config.shared_gate};
 }
 
+/* Of a trace: every CTA that can be resident has one. */
+static int32_t num_tracks(const mk_cuda_state *s)
+{
+    int32_t ctas = s->device->num_sms;
+    for (int i = 0; i < MK_NUM_CUDA_KERNELS; i++)
+        ctas = (int32_t)mk_max(ctas, (int64_t)s->device->kernels.max_clusters[i] * mk_cuda_kernel_shapes[i].cluster);
+    return ctas;
+}
+
 /* With the context current. */
 static mok_status open_entered(mok_workspace *w)
 {
@@ -124,6 +133,7 @@ static mok_status open_entered(mok_workspace *w)
     for (int i = 0; i < 2 && s->meets_on_host; i++)
         MK_CUDA_TRY(api->cuEventCreate(&s->meeting[i], MK_CU_EVENT_DISABLE_TIMING), "rank %d: creating an event", rank);
     fill_rank(w, fault);
+    w->trace = (mk_trace){.tracks = num_tracks(s), .lanes = MK_NUM_TRACE_LANES};
     /* The memory above was cleared on the null stream; the caller's streams need not wait for that one. */
     MK_CUDA_TRY(api->cuCtxSynchronize(), "rank %d: waiting for the workspace's memory", rank);
     return MOK_OK;

@@ -26,4 +26,6 @@ MK_ENTRY MK_KERNEL(kGemmThreads) mok_forward_fused(MK_KERNEL_PARAM mk_forward_pa
         sync_warp();
     }
     gemm_end(s.gemm);
+    if (thread_idx() == 0)
+        trace_close(p.rank, s.trace);
 }

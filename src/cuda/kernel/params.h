@@ -41,6 +41,7 @@
 
 #include "cuda/arch/tensor_map.h"
 #include "layout/memory.h"
+#include "layout/trace.h"
 
 enum { MK_SMALL_SHARED = 4096 };          /* dynamic shared memory of every kernel without a figure of its own */
 enum { MK_GEMM_SHARED_WIDE = 230400, MK_GEMM_SHARED_NARROW = 230400 };
@@ -69,6 +70,7 @@ typedef struct mk_rank_params {
     float swiglu_limit;        /* infinity: none */
     int32_t router_bf16;       /* router weights come in bf16 */
     int32_t shared_gate;
+    mk_trace trace;            /* memory NULL: off */
 } mk_rank_params;
 
 typedef struct mk_open_params {

@@ -5,6 +5,7 @@
 #include "cuda/stage/s2_gate_up.cuh"
 #include "cuda/stage/s4_down.cuh"
 #include "cuda/stage/s5_combine.cuh"
+#include "cuda/stage/trace.cuh"
 
 using namespace mk;
 
@@ -14,14 +15,20 @@ MK_DEVICE int64_t grid_warp() { return grid_thread() / 32; }
 
 MK_ENTRY MK_KERNEL(128) mok_call_open(MK_KERNEL_PARAM mk_open_params p)
 {
+    const TraceLaunch trace(p.rank, MK_TRACE_call, p.operation);
     if (thread_idx() == 0)
         open_call(p);
 }
 
-MK_ENTRY MK_KERNEL(256) mok_publish(MK_KERNEL_PARAM mk_publish_params p) { publish(p, grid_thread(), grid_threads()); }
+MK_ENTRY MK_KERNEL(256) mok_publish(MK_KERNEL_PARAM mk_publish_params p)
+{
+    const TraceLaunch trace(p.rank, MK_TRACE_publish);
+    publish(p, grid_thread(), grid_threads());
+}
 
 MK_ENTRY MK_KERNEL(128) mok_rank_barrier(MK_KERNEL_PARAM mk_rank_params r)
 {
+    const TraceLaunch trace(r, MK_TRACE_rank_barrier);
     if (!skipped(r)) /* all ranks skip alike, so none waits for one that does not come */
         rank_barrier(r);
 }
@@ -34,30 +41,35 @@ MK_ENTRY MK_KERNEL(128) mok_call_check(MK_KERNEL_PARAM mk_open_params p)
 
 MK_ENTRY MK_KERNEL(256) mok_s0_count(MK_KERNEL_PARAM mk_s0_params p)
 {
+    const TraceLaunch trace(p.rank, MK_TRACE_s0_schedule);
     if (!skipped(p.rank))
         s0_count(p, grid_warp());
 }
 
 MK_ENTRY MK_KERNEL(256) mok_s0_scan(MK_KERNEL_PARAM mk_s0_params p)
 {
+    const TraceLaunch trace(p.rank, MK_TRACE_s0_schedule);
     if (!skipped(p.rank))
         s0_scan(p, block_idx());
 }
 
 MK_ENTRY MK_KERNEL(256) mok_s0_segments(MK_KERNEL_PARAM mk_s0_params p)
 {
+    const TraceLaunch trace(p.rank, MK_TRACE_s0_schedule);
     if (!skipped(p.rank))
         s0_segments(p);
 }
 
 MK_ENTRY MK_KERNEL(256) mok_s0_place(MK_KERNEL_PARAM mk_s0_params p)
 {
+    const TraceLaunch trace(p.rank, MK_TRACE_s0_schedule);
     if (!skipped(p.rank))
         s0_place(p, grid_warp());
 }
 
 MK_ENTRY MK_KERNEL(256) mok_s0_copies(MK_KERNEL_PARAM mk_s0_params p)
 {
+    const TraceLaunch trace(p.rank, MK_TRACE_s0_schedule);
     if (!skipped(p.rank))
         s0_copies(p, grid_thread(), grid_threads());
 }
@@ -75,6 +87,7 @@ MK_ENTRY MK_KERNEL(kGemmThreads) mok_s4_down_narrow(MK_KERNEL_PARAM mk_gemm_para
 
 MK_ENTRY MK_KERNEL(256) mok_s5_combine(MK_KERNEL_PARAM mk_combine_params p)
 {
+    const TraceLaunch trace(p.rank, MK_TRACE_s5_reduce);
     if (!skipped(p.rank))
         s5_combine(p);
 }

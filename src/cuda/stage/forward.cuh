@@ -14,6 +14,7 @@
 #include "cuda/stage/rows.cuh"
 #include "cuda/stage/s1_dispatch.cuh"
 #include "cuda/stage/s2_gate_up.cuh"
+#include "cuda/stage/trace.cuh"
 #include "cuda/stage/yield.cuh"
 
 namespace mk {
@@ -36,6 +37,7 @@ struct ForwardShared {
     DispatchShared dispatch;
     mk_walk walk;
     uint64_t ready[kTaskSlots]; /* one arrival of the wait role: the operands of the task in that slot are there */
+    TraceShared trace;
     YieldShared yield;
 };
 static_assert(sizeof(ForwardShared) <= MK_FORWARD_SHARED && sizeof(ForwardShared) > MK_FORWARD_SHARED - 2048, "what the host asks for, on either chip");
@@ -177,21 +179,40 @@ struct ForwardEpilogue {
     }
 };
 
+MK_DEVICE void note_task(const ForwardEpilogue &e, uint32_t number, TraceStamp stamp)
+{
+    trace_stamp(e.p.rank, static_cast<ForwardShared *>(shared_base())->trace, number, stamp);
+}
+
+MK_DEVICE void forward_trace(const mk_forward_params &p, ForwardShared &s, const GemmTask &task, uint32_t number)
+{
+    const mk_task_kind kind = (mk_task_kind)task.kind;
+    const uint32_t part = (uint32_t)task.col / (is_down(task.kind) ? TileForward::cols : TileForward::cols / 2);
+    if (!TileForward::tensor_memory) /* whose math warps stamp nothing yet */
+        trace_task(p.rank, s.trace, kind, task.tag, part, number % 2 ? MK_TRACE_LANE_math1 : MK_TRACE_LANE_math0,
+                   kind == MK_TASK_DOWN ? trace_row_bytes(p.rank, task.col, TileForward::cols) : 0);
+    trace_begin(p.rank, s.trace, MK_TRACE_LANE_wait, MK_TRACE_wait_operands, task.tag, part, mk_trace_is_shared(kind));
+}
+
 /* The wait role: one thread of each CTA. Finding out that a task may go on takes several dependent reads of global memory, more
  * than the stages in flight can hide, so it is done tasks ahead of the load thread. Acquire: the rows a task reads have been written,
  * those it overwrites have been read; pairs with the releases of s1_dispatch and of ForwardEpilogue. Handed on by the arrive. */
 MK_DEVICE void forward_wait(const mk_forward_params &p, const mk_table &t, ForwardShared &s)
 {
     TaskReader<TileForward> tasks;
-    for (;; tasks.at.next()) {
+    for (uint32_t number = 0;; tasks.at.next(), number++) {
         const GemmTask task = tasks.wait(s.gemm);
         const uint32_t slot = tasks.at.slot;
         const mk_task as_walked = mk_task_make((mk_task_kind)task.kind, task.tag, 0);
         mk_need need;
+        if (task.num_k_blocks != 0)
+            forward_trace(p, s, task, number);
         for (int i = 0; task.num_k_blocks != 0 && mk_task_need(&s.walk, &t, &p.rank.dims, as_walked, i, &need); i++)
             wait_flag_at_least_gpu(counter_at(p.rank, need.counter, need.first), need.count, "forward: operands of a task");
         mbar_arrive_release_cta(smem_addr(&s.ready[slot]));
         tasks.release(s.gemm);
+        if (task.num_k_blocks != 0)
+            trace_end(p.rank, s.trace, MK_TRACE_LANE_wait);
         if (task.num_k_blocks == 0)
             return;
     }
@@ -205,6 +226,7 @@ MK_DEVICE void forward_init(const mk_forward_params &p, ForwardShared &s)
     mbar_init(smem_addr(&s.yield.finished), kMathWarps);
     fence_mbar_init_release_cluster();
     s.walk = forward_walk(p);
+    trace_init(p.rank, s.trace);
 }
 
 /* By every math warp when it has seen its last task. Rows that only other clusters' tasks need are theirs to move, so a cluster that leaves
@@ -220,7 +242,7 @@ MK_DEVICE void forward_finished(ForwardShared &s)
 MK_DEVICE void forward_dispatch(const mk_forward_params &p, ForwardShared &s)
 {
     const mk_walk &walk = s.walk;
-    Dispatch dispatch(p.rank, mk_table_at(&p.rank.memory, p.schedule), s.dispatch, &walk);
+    Dispatch dispatch(p.rank, mk_table_at(&p.rank.memory, p.schedule), s.dispatch, &walk, &s.trace);
     dispatch.stop = TileForward::tensor_memory ? smem_addr(&s.yield.finished) : 0;
     const int64_t num_rows = walk.num_tiles * MK_ROW_TILE;
     dispatch.move_all(&device_state(p.rank)->tickets[1], num_rows - 1, num_rows);

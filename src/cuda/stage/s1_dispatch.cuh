@@ -9,7 +9,7 @@
 #ifndef MK_STAGE_S1_DISPATCH_CUH
 #define MK_STAGE_S1_DISPATCH_CUH
 
-#include "cuda/stage/stage.cuh"
+#include "cuda/stage/trace.cuh"
 #include "cuda/sync/wait.cuh"
 
 namespace mk {
@@ -29,7 +29,7 @@ struct DispatchRow {
     int32_t from;             /* table row it is copied from, -1: pulled */
     bool waits;               /* copied in the ring: `from` must be there first */
     int32_t duplicates;       /* rows behind it in the walk that are copies of it in the same tile */
-    bool remote;
+    bool remote;              /* the token is another rank's */
     float weight;             /* of its route (backward) */
     const uint8_t *heap;      /* of the token's rank; null: padding */
     int64_t token;            /* there */
@@ -44,14 +44,15 @@ struct Dispatch {
     mk_table t;
     DispatchShared &s;
     const mk_walk *walk;      /* fused: its readers free the ring's slots; null: launches do (forward and recompute only) */
+    TraceShared *trace;       /* fused */
     const bool backward;
     bool need_x = true;
     uint32_t parities = 0;    /* bit s: parity of the next filling of slot s */
     int64_t pulled = 0, pulled_peer = 0, copied = 0; /* this lane's */
     uint32_t stop = 0;        /* an mbarrier after whose first phase no more rows are drawn; 0: none */
 
-    MK_MEMBER Dispatch(const mk_rank_params &rank, const mk_table &table, DispatchShared &shared, const mk_walk *fused)
-        : r(rank), t(table), s(shared), walk(fused), backward(fused && fused->pass == MK_PASS_BACKWARD)
+    MK_MEMBER Dispatch(const mk_rank_params &rank, const mk_table &table, DispatchShared &shared, const mk_walk *fused, TraceShared *fused_trace = nullptr)
+        : r(rank), t(table), s(shared), walk(fused), trace(fused_trace), backward(fused && fused->pass == MK_PASS_BACKWARD)
     {
         if (lane_idx() < DISPATCH_MAX_SLOTS)
             mbar_init(smem_addr(&s.full[lane_idx()]), 1);
@@ -88,7 +89,7 @@ struct Dispatch {
         const bool exists = record.src_rank >= 0, in_tile = exists && from >= 0 && from / MK_ROW_TILE == d.row / MK_ROW_TILE;
         const uint32_t behind = ballot(in_tile) >> lane_idx() >> 1; /* lanes behind this one that copy their neighbour */
         d.from = exists ? from : -1;
-        d.remote = record.src_rank != r.dims.rank;
+        d.remote = exists && record.src_rank != r.dims.rank;
         if (!exists)
             return d;
         d.heap = in_peer<uint8_t>(r, record.src_rank, 0);
@@ -208,12 +209,38 @@ struct Dispatch {
             move_batch<Slots>(what, d);
     }
 
+    MK_MEMBER void trace_starts(mk_trace_kind kind, int64_t start) const
+    {
+        if (trace && lane_idx() == 0)
+            trace_begin(r, *trace, MK_TRACE_LANE_dispatch, kind, (int32_t)(start / MK_ROW_TILE), (uint32_t)(start % MK_ROW_TILE / DISPATCH_BATCH));
+    }
+    MK_MEMBER void trace_ends() const
+    {
+        if (trace && lane_idx() == 0)
+            trace_end(r, *trace, MK_TRACE_LANE_dispatch);
+    }
+    /* All lanes, before they move: what the batch is going to bring over the link. */
+    MK_MEMBER void trace_batch(const DispatchRow &d) const
+    {
+        if (!trace || !trace_on(r))
+            return;
+        const uint32_t peer = ballot(d.remote), over_link = ballot(d.moves && d.remote && d.from < 0);
+        if (lane_idx() == 0)
+            trace_link(*trace, MK_TRACE_LANE_dispatch, population_count(over_link) * (uint32_t)(r.dims.hidden * 2) * (backward + need_x), population_count(peer));
+    }
+
     template <uint32_t Slots> MK_MEMBER void move_rows(int64_t start)
     {
         const int64_t tile = start / MK_ROW_TILE;
         const DispatchRow d = look_at(start);
+        trace_starts(MK_TRACE_wait_slot, start);
         wait_slot(tile);
+        trace_ends();
+        trace_starts(MK_TRACE_wait_source, start);
         wait_source(d);
+        trace_ends();
+        trace_starts(MK_TRACE_s1_dispatch, start);
+        trace_batch(d);
         fence_proxy_async_global(); /* rows to copy were announced to plain loads of this lane; its bulk copies read them */
         if (backward && d.heap)
             store(in_local<float>(r, r.memory.ring_weight) + ring_row(r.dims, tile) + d.row % MK_ROW_TILE, d.weight);
@@ -222,6 +249,7 @@ struct Dispatch {
         if (need_x)
             move_payload<Slots>({r.memory.x, r.memory.ring_x}, d);
         announce(d, tile);
+        trace_ends();
         if (!d.moves)
             return;
         copied += (d.from >= 0) + d.duplicates;
