@@ -1,7 +1,15 @@
 #include "cpu/mx.h"
 
+/* Compiled twice, and chosen when the program starts: every operation is on one element and exact or rounded once, so that vectors of any
+ * width give the same bits. */
+#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+#define VECTOR __attribute__((target_clones("arch=x86-64-v4", "avx2", "default")))
+#else
+#define VECTOR
+#endif
+
 /* Loops without branches over one block, which compilers turn into vector code. */
-static uint8_t scale_of(const mk_bf16 *x)
+static inline __attribute__((always_inline)) uint8_t scale_of(const mk_bf16 *x)
 {
     uint16_t amax = 0;
     for (int i = 0; i < MK_MX_BLOCK; i++)
@@ -9,7 +17,7 @@ static uint8_t scale_of(const mk_bf16 *x)
     return mk_mx_scale(amax);
 }
 
-static int64_t count_not_finite(const mk_bf16 *x, int64_t n)
+static inline __attribute__((always_inline)) int64_t count_not_finite(const mk_bf16 *x, int64_t n)
 {
     int64_t count = 0;
     for (int64_t i = 0; i < n; i++)
@@ -17,7 +25,7 @@ static int64_t count_not_finite(const mk_bf16 *x, int64_t n)
     return count;
 }
 
-int64_t mk_cpu_mx_quantise(const mk_bf16 *from, int64_t n, uint8_t *elements, uint8_t *scales)
+VECTOR int64_t mk_cpu_mx_quantise(const mk_bf16 *from, int64_t n, uint8_t *elements, uint8_t *scales)
 {
     for (int64_t b = 0; b < n; b += MK_MX_BLOCK) {
         uint8_t scale = scales[b / MK_MX_BLOCK] = scale_of(from + b);
@@ -27,14 +35,14 @@ int64_t mk_cpu_mx_quantise(const mk_bf16 *from, int64_t n, uint8_t *elements, ui
     return count_not_finite(from, n);
 }
 
-void mk_cpu_mx_widen(const uint8_t *elements, const uint8_t *scales, int64_t n, mk_bf16 *to)
+VECTOR void mk_cpu_mx_widen(const uint8_t *elements, const uint8_t *scales, int64_t n, mk_bf16 *to)
 {
     for (int64_t b = 0; b < n; b += MK_MX_BLOCK)
         for (int64_t i = b; i < b + MK_MX_BLOCK; i++)
             to[i] = mk_mx_widen(elements[i], scales[b / MK_MX_BLOCK]);
 }
 
-int64_t mk_cpu_mx_round(const mk_bf16 *from, int64_t n, mk_bf16 *to)
+VECTOR int64_t mk_cpu_mx_round(const mk_bf16 *from, int64_t n, mk_bf16 *to)
 {
     int64_t not_finite = count_not_finite(from, n);
     for (int64_t b = 0; b < n; b += MK_MX_BLOCK) {
@@ -48,7 +56,7 @@ int64_t mk_cpu_mx_round(const mk_bf16 *from, int64_t n, mk_bf16 *to)
 enum { STRIP = 64 }; /* columns that share their way down the rows */
 
 /* One block of rows of a strip of columns. */
-static void round_strip(const mk_bf16 *from, int64_t stride, int64_t rows, int64_t cols, mk_bf16 *to, int64_t to_stride)
+static inline __attribute__((always_inline)) void round_strip(const mk_bf16 *from, int64_t stride, int64_t rows, int64_t cols, mk_bf16 *to, int64_t to_stride)
 {
     uint16_t amax[STRIP] = {0};
     uint8_t scale[STRIP];
@@ -62,14 +70,14 @@ static void round_strip(const mk_bf16 *from, int64_t stride, int64_t rows, int64
             to[r * to_stride + c] = mk_mx_widen(mk_mx_encode(from[r * stride + c], scale[c]), scale[c]);
 }
 
-void mk_cpu_mx_round_columns(const mk_bf16 *from, int64_t stride, int64_t rows, int64_t cols, mk_bf16 *to)
+VECTOR void mk_cpu_mx_round_columns(const mk_bf16 *from, int64_t stride, int64_t rows, int64_t cols, mk_bf16 *to)
 {
     for (int64_t r = 0; r < rows; r += MK_MX_BLOCK)
         for (int64_t c = 0; c < cols; c += STRIP)
             round_strip(from + r * stride + c, stride, mk_min(MK_MX_BLOCK, rows - r), mk_min(STRIP, cols - c), to + r * cols + c, cols);
 }
 
-mk_gemm_operand mk_cpu_mx_round_operand(mk_gemm_operand from, int64_t n, int64_t depth, mk_bf16 *to)
+VECTOR mk_gemm_operand mk_cpu_mx_round_operand(mk_gemm_operand from, int64_t n, int64_t depth, mk_bf16 *to)
 {
     if (from.outer_stride == 1) { /* k runs down the rows of memory */
         mk_cpu_mx_round_columns(from.data, from.k_stride, depth, n, to);
@@ -90,7 +98,7 @@ mk_gemm_operand mk_cpu_mx_round_operand(mk_gemm_operand from, int64_t n, int64_t
 }
 
 /* Row `row` of a [rows, cols] matrix, one block after the other; the source's elements lie `step` apart. */
-static void quantise_matrix_row(const mk_bf16 *from, int64_t step, int64_t row, int64_t cols, uint8_t *data, uint8_t *scales)
+static inline __attribute__((always_inline)) void quantise_matrix_row(const mk_bf16 *from, int64_t step, int64_t row, int64_t cols, uint8_t *data, uint8_t *scales)
 {
     mk_bf16 block[MK_MX_BLOCK];
     for (int64_t b = 0; b < cols / MK_MX_BLOCK; b++) {
@@ -104,14 +112,14 @@ static void quantise_matrix_row(const mk_bf16 *from, int64_t step, int64_t row, 
 
 /* Blocks along cols of from(row, col) = from[row * row_step + col * col_step]. Scales of rows and columns that only fill a tile are
  * those of zeros. */
-static void quantise_one(const mk_bf16 *from, int64_t row_step, int64_t col_step, int64_t rows, int64_t cols, uint8_t *data, uint8_t *scales)
+static inline __attribute__((always_inline)) void quantise_one(const mk_bf16 *from, int64_t row_step, int64_t col_step, int64_t rows, int64_t cols, uint8_t *data, uint8_t *scales)
 {
     memset(scales, MK_MX_SCALE_MIN, (size_t)mk_mx_scale_bytes(rows, cols));
     for (int64_t r = 0; r < rows; r++)
         quantise_matrix_row(from + r * row_step, col_step, r, cols, data, scales);
 }
 
-int64_t mk_cpu_mx_quantise_matrix(const mk_mx_matrix *m)
+VECTOR int64_t mk_cpu_mx_quantise_matrix(const mk_mx_matrix *m)
 {
     int64_t elements = m->rows * m->cols;
     for (int64_t i = 0; i < m->count; i++) {
@@ -125,7 +133,7 @@ int64_t mk_cpu_mx_quantise_matrix(const mk_mx_matrix *m)
     return count_not_finite(m->source, m->count * elements);
 }
 
-void mk_cpu_mx_widen_matrix(const uint8_t *data, const uint8_t *scales, int64_t cols, int64_t row, int64_t n, int64_t col, int64_t depth, mk_bf16 *to)
+VECTOR void mk_cpu_mx_widen_matrix(const uint8_t *data, const uint8_t *scales, int64_t cols, int64_t row, int64_t n, int64_t col, int64_t depth, mk_bf16 *to)
 {
     for (int64_t i = 0; i < n; i++, to += depth)
         for (int64_t k = 0; k < depth; k += MK_MX_BLOCK) {
