@@ -83,7 +83,7 @@ static void check_overwrite(TensorCell &cell, const char *what, uint32_t lane, u
 {
     if (cell.loads)
         fail("%s overwrites tensor memory, lane %u, column %u, from which a load is under way (no tmem_wait_load)", what, lane, column);
-    if (cell.unfenced)
+    if (cell.unfenced && (same_unit || cell.unfenced_warp != self->warp()))
         fail("%s overwrites tensor memory, lane %u, column %u, that was read without a tcgen05_fence_before_sync behind it", what, lane, column);
     const Epoch unit = make_epoch(self->cta->number, kMemberTensor, 0);
     const Epoch mask = ~(Epoch)0xfffffff;
@@ -511,6 +511,7 @@ void tmem_wait_load(float (&)[32])
             TensorCell &cell = m.cell(load.lane, c);
             cell.loads--;
             cell.unfenced++;
+            cell.unfenced_warp = self->warp();
             own.unfenced.push_back(&cell);
         }
     }

@@ -15,6 +15,7 @@ struct TensorCell {
     bool written = false, allocated = false;
     uint32_t loads = 0;          /* under way: no tmem_wait_load yet */
     uint32_t unfenced = 0;       /* done, but no fence_before_sync yet */
+    uint32_t unfenced_warp = 0;  /* whose the last of these was: its own later stores are in order */
     Reads reads;
 };
 

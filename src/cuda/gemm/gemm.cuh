@@ -41,7 +41,7 @@ template <class Tile, class Program> MK_DEVICE void gemm_load_or_schedule(GemmSh
         else if (cluster_rank() == kScheduleRank<Tile>)
             pair_schedule(s, program);
         else
-            pair_mma(s);
+            pair_mma(s, PlainTasks());
     } else {
         if (warp == 0)
             gemm_load(s, program);
@@ -53,7 +53,7 @@ template <class Tile, class Program> MK_DEVICE void gemm_load_or_schedule(GemmSh
 template <class Tile, class Epilogue> MK_DEVICE void gemm_finish(GemmShared<Tile> &s, uint32_t warp, Epilogue &epilogue)
 {
     if constexpr (Tile::tensor_memory)
-        pair_math(s, warp / 4 - 1, epilogue);
+        pair_math(s, warp / 4 - 1, epilogue, PlainTasks());
     else
         gemm_math(s, warp / 4 - 1, epilogue);
 }

@@ -11,7 +11,7 @@
  *               schedule  one thread of the other CTA
  *   warps 4-11  math      two warpgroups take turns: one reads its accumulators while the MMAs fill the other's
  *
- * Program, Epilogue and GemmTask are those of Hopper; num_rows 0 is a CTA that only helps. Bits are those of Hopper, too: one accumulator,
+ * Program, Epilogue and GemmTask are those of Hopper; a CTA that only helps has out_row kNoRows. Bits are those of Hopper, too: one accumulator,
  * K in steps of 16, ascending. */
 #ifndef MK_GEMM_PAIR_CUH
 #define MK_GEMM_PAIR_CUH
@@ -20,6 +20,8 @@
 #include "cuda/gemm/load.cuh"
 
 namespace mk {
+
+constexpr int32_t kNoRows = 1 << 30; /* rows from here on are past every map: zeros */
 
 /* rows and cols of one CTA's share; 2 x 256 accumulator columns are all of the tensor memory. */
 struct TilePair {
@@ -37,15 +39,47 @@ template <class Tile> struct PairShared {
     uint64_t task_full[kTaskSlots];      /* one arrival and the bytes of a task */
     uint64_t task_empty[kTaskSlots];     /* of the scheduling CTA: every reader of the pair */
     uint64_t sums_full[kMathWarpgroups]; /* one arrival: a warpgroup's sums are there */
-    uint64_t sums_empty[kMathWarpgroups];/* of the leading CTA: the math warps of both CTAs have read them */
+    uint64_t sums_ready[kMathWarpgroups];/* of the leading CTA: the math warps of both CTAs have read the last sums, and put in what the next begin with */
+    uint64_t tail_landed[kMathWarpgroups]; /* one arrival: the last K block of a task is there, and has rows that do not exist */
+    uint64_t tail_zeroed[kMathWarpgroups]; /* of the leading CTA: the math warps of both CTAs have made them zero */
     uint32_t tensor_memory;              /* address of the CTA's columns */
 };
 template <> struct GemmShared<TilePair> : PairShared<TilePair> {};
+
+/* How a task multiplies. Which axis of an operand is the contiguous one, the contraction (false) or the other; what the sums begin with; and rows
+ * of the contraction that exist in the last K block, the rest being zeroed in shared memory. */
+struct PairRecipe {
+    bool a_outer = false, b_outer = false, continues = false;
+    uint32_t tail_rows = kBlockK;
+};
+
+/* What a kernel may add to the core's roles; this is nothing. All threads of a math warpgroup call `see` and `begin`. */
+struct PlainTasks {
+    MK_MEMBER void see(uint32_t, uint32_t) const {}                              /* a task of its own has been read from this slot of the ring, in this round */
+    MK_MEMBER PairRecipe recipe(const GemmTask &) const { return {}; }
+    template <class Acc> MK_MEMBER void begin(const GemmTask &, const Acc &, const WarpOut &) const {} /* puts in what the sums continue */
+};
+
+/* Which tasks a pair may do at once, and what a CTA does that only helps. */
+template <class Program> struct Pairing {
+    static MK_MEMBER bool fit(const GemmTask &a, const GemmTask &b)
+    {
+        return a.kind == b.kind && a.expert == b.expert && a.col == b.col && a.num_k_blocks == b.num_k_blocks;
+    }
+    static MK_MEMBER GemmTask helper(GemmTask task)
+    {
+        task.row = task.out_row = kNoRows;
+        task.num_rows = 0;
+        return task;
+    }
+};
+MK_DEVICE bool only_helps(const GemmTask &task) { return task.out_row == kNoRows; }
+
 static_assert(sizeof(GemmShared<TilePair>) <= 232448, "shared memory of a CTA");
 
 constexpr uint32_t kPairStageBytes = (TilePair::rows + TilePair::cols / 2) * kRowBytes; /* in one CTA */
+constexpr uint32_t kBoxBytes = 64 * kRowBytes;                                          /* of a box of 64 x 64 */
 constexpr uint16_t kBothCtas = 3;
-constexpr int32_t kNoRows = 1 << 30; /* rows from here on are past every map: zeros */
 
 /* The seam to the epilogues: a warp reads 32 lanes, as two blocks of 16 rows. */
 template <class Tile> struct PairAcc {
@@ -57,6 +91,7 @@ template <class Tile> struct PairAcc {
         tmem_load_16x64(address + mk_tmem_address(m * block_rows, 64 * c), v);
         tmem_wait_load(v);
     }
+    MK_MEMBER void write(uint32_t m, uint32_t c, const float (&v)[32]) const { tmem_store_16x64(address + mk_tmem_address(m * block_rows, 64 * c), v); }
 };
 template <> struct Acc<TilePair> : PairAcc<TilePair> {};
 
@@ -73,24 +108,14 @@ template <class Tile> MK_DEVICE void pair_init(GemmShared<Tile> &s, uint32_t mor
     }
     for (uint32_t i = 0; i < kMathWarpgroups; i++) {
         mbar_init(smem_addr(&s.sums_full[i]), 1);
-        mbar_init(smem_addr(&s.sums_empty[i]), kWarpsPerTile<Tile> * Tile::cluster);
+        mbar_init(smem_addr(&s.sums_ready[i]), kWarpsPerTile<Tile> * Tile::cluster);
+        mbar_init(smem_addr(&s.tail_landed[i]), 1);
+        mbar_init(smem_addr(&s.tail_zeroed[i]), kWarpsPerTile<Tile> * Tile::cluster);
     }
     fence_mbar_init_release_cluster();
 }
 
 /* ---- schedule ---- */
-
-MK_DEVICE bool fit_together(const GemmTask &a, const GemmTask &b)
-{
-    return a.kind == b.kind && a.expert == b.expert && a.col == b.col && a.num_k_blocks == b.num_k_blocks;
-}
-
-MK_DEVICE GemmTask helper_of(GemmTask task)
-{
-    task.row = kNoRows;
-    task.num_rows = 0;
-    return task;
-}
 
 template <class Tile> MK_DEVICE void post_pair(GemmShared<Tile> &s, RingCursor<kTaskSlots> &at, const GemmTask &leading, const GemmTask &other)
 {
@@ -111,13 +136,13 @@ template <class Tile, class Program> MK_DEVICE void pair_schedule(GemmShared<Til
             post_pair(s, at, first, first);
             return;
         }
-        if (both && fit_together(first, second)) {
+        if (both && Pairing<Program>::fit(first, second)) {
             post_pair(s, at, first, second);
             continue;
         }
-        post_pair(s, at, first, helper_of(first));
+        post_pair(s, at, first, Pairing<Program>::helper(first));
         if (both)
-            post_pair(s, at, second, helper_of(second));
+            post_pair(s, at, second, Pairing<Program>::helper(second));
     }
 }
 
@@ -158,32 +183,55 @@ template <class Tile, class Program> MK_DEVICE void pair_load(GemmShared<Tile> &
 
 /* ---- mma ---- */
 
-/* One K block: four steps of 16, ascending. */
-template <class Tile> MK_DEVICE void multiply_pair_stage(GemmShared<Tile> &s, uint32_t stage, uint32_t sums, bool first)
+/* An operand of which the contraction axis is contiguous, or the other one: boxes of 64 x 64, one after the other. */
+MK_DEVICE uint64_t pair_operand(uint32_t addr, bool outer)
 {
-    constexpr uint32_t instruction_rows = 2 * Tile::rows;
-    const uint64_t a = mk_operand_sm100(smem_addr(s.a[stage])), b = mk_operand_sm100(smem_addr(s.b[stage]));
+    return outer ? mk_smem_descriptor_sm100(addr, kBoxBytes, 1024, MK_SMEM_SWIZZLE_128B) : mk_operand_sm100(addr);
+}
+/* From one step of 16 to the next, in the descriptor's units. */
+MK_DEVICE uint64_t pair_next_step(bool outer) { return (outer ? 16 * kRowBytes : 16 * 2) >> 4; }
+
+/* One K block: four steps of 16, ascending. */
+template <class Tile> MK_DEVICE void multiply_pair_stage(GemmShared<Tile> &s, uint32_t stage, uint32_t sums, const PairRecipe &how, bool accumulate)
+{
+    const uint64_t a = pair_operand(smem_addr(s.a[stage]), how.a_outer), b = pair_operand(smem_addr(s.b[stage]), how.b_outer);
+    const uint32_t instruction = mk_mma_descriptor_bf16(2 * Tile::rows, Tile::cols, how.a_outer, how.b_outer);
     MK_UNROLL for (uint32_t step = 0; step < kBlockK / 16; step++)
-        tcgen05_mma_pair_bf16(sums, a + 2 * step, b + 2 * step, mk_mma_descriptor_bf16(instruction_rows, Tile::cols, 0, 0), !first || step > 0);
+        tcgen05_mma_pair_bf16(sums, a + step * pair_next_step(how.a_outer), b + step * pair_next_step(how.b_outer), instruction, accumulate || step > 0);
+}
+
+/* The leading CTA's side of zero_tail: both CTAs' math warps are told that the block is there, and waited for. Release and acquire at cluster scope:
+ * they write shared memory, which the MMAs of the pair read (through their proxy fence). */
+template <class Tile> MK_DEVICE void have_tail_zeroed(GemmShared<Tile> &s, uint32_t turn, uint32_t parity)
+{
+    for (uint32_t rank = 0; rank < Tile::cluster; rank++)
+        mbar_arrive_remote_release_cluster(cluster_addr(smem_addr(&s.tail_landed[turn]), rank));
+    wait_mbar_cluster(smem_addr(&s.tail_zeroed[turn]), parity, "gemm_mma: the last block's missing rows are zeros");
 }
 
 /* The mma role: one thread of the leading CTA. Its commits tell both CTAs that a stage is free, and that sums are complete. */
-template <class Tile> MK_DEVICE void pair_mma(GemmShared<Tile> &s)
+template <class Tile, class Tasks> MK_DEVICE void pair_mma(GemmShared<Tile> &s, const Tasks &of)
 {
     TaskReader<Tile> tasks;
     RingCursor<Tile::stages> at;
     RingCursor<kMathWarpgroups> turn;
+    uint32_t tails = 0; /* bit g: parity of warpgroup g's next tail */
     const uint32_t tensor_memory = load(&s.tensor_memory);
     for (;; tasks.at.next(), turn.next()) {
-        const int32_t num_k_blocks = tasks.wait(s).num_k_blocks;
+        const GemmTask task = tasks.wait(s);
         tasks.release(s);
-        if (num_k_blocks == 0)
+        if (task.num_k_blocks == 0)
             return;
-        wait_mbar_cluster(smem_addr(&s.sums_empty[turn.slot]), turn.parity ^ 1, "gemm_mma: free accumulators");
-        for (int32_t k = 0; k < num_k_blocks; k++, at.next()) {
+        const PairRecipe how = of.recipe(task);
+        wait_mbar_cluster(smem_addr(&s.sums_ready[turn.slot]), turn.parity, "gemm_mma: free accumulators");
+        for (int32_t k = 0; k < task.num_k_blocks; k++, at.next()) {
             wait_mbar_cluster(smem_addr(&s.full[at.slot]), at.parity, "gemm_mma: full stage");
-            tcgen05_fence_after_sync(); /* of the loads' and, at first, of the epilogue's arrival */
-            multiply_pair_stage(s, at.slot, tensor_memory + turn.slot * Tile::cols, k == 0);
+            if (k == task.num_k_blocks - 1 && how.tail_rows < kBlockK) {
+                have_tail_zeroed(s, turn.slot, tails >> turn.slot & 1);
+                tails ^= 1u << turn.slot;
+            }
+            tcgen05_fence_after_sync(); /* of the loads' and, at first, of the math warps' arrival */
+            multiply_pair_stage(s, at.slot, tensor_memory + turn.slot * Tile::cols, how, k > 0 || how.continues);
             tcgen05_commit_pair(smem_addr(&s.empty[at.slot]), kBothCtas);
         }
         tcgen05_commit_pair(smem_addr(&s.sums_full[turn.slot]), kBothCtas);
@@ -192,32 +240,65 @@ template <class Tile> MK_DEVICE void pair_mma(GemmShared<Tile> &s)
 
 /* ---- math ---- */
 
-template <class Tile, class Epilogue> MK_DEVICE void pair_math(GemmShared<Tile> &s, uint32_t warpgroup, Epilogue &epilogue)
+/* This CTA's share of the last K block, its rows from `rows` on: zeros in both operands, because 0 times what lies there may be NaN. Rows are the
+ * contraction axis, boxes of 64 x 64. A warpgroup, before its MMAs. */
+template <class Tile> MK_DEVICE void zero_tail(GemmShared<Tile> &s, uint32_t stage, uint32_t rows)
+{
+    constexpr uint32_t boxes = Tile::rows / 64;
+    static_assert(Tile::cols / 2 == Tile::rows, "as many boxes of B as of A");
+    for (uint32_t i = thread_idx() % 128; i < (kBlockK - rows) * 8; i += 128)
+        for (uint32_t box = 0; box < boxes; box++) {
+            store_shared_b128(smem_addr(s.a[stage]) + box * kBoxBytes + rows * kRowBytes + i * 16, {0, 0, 0, 0});
+            store_shared_b128(smem_addr(s.b[stage]) + box * kBoxBytes + rows * kRowBytes + i * 16, {0, 0, 0, 0});
+        }
+    fence_proxy_async_shared_cta(); /* plain stores, read by MMAs */
+}
+
+template <class Tile, class Epilogue, class Tasks> MK_DEVICE void pair_math(GemmShared<Tile> &s, uint32_t warpgroup, Epilogue &epilogue, const Tasks &of)
 {
     const uint32_t warp = warp_idx() - kFirstMathWarp, first_lane = warp % 4 * 32;
     const WarpOut out = {smem_addr(s.staging[warp]), first_lane};
     TaskReader<Tile> tasks;
+    RingCursor<Tile::stages> at;
     RingCursor<kMathWarpgroups> turn;
+    uint32_t tails = 0; /* parity of the next */
     Acc<Tile> acc;
     acc.address = load(&s.tensor_memory) + mk_tmem_address(first_lane, warpgroup * Tile::cols);
     for (;; tasks.at.next(), turn.next()) {
         const GemmTask task = tasks.wait(s);
+        const bool mine = turn.slot == warpgroup && task.num_k_blocks != 0;
+        if (mine)
+            of.see(tasks.at.slot, tasks.at.parity);
         sync_warp();
         if (lane_idx() == 0)
             tasks.release(s);
         if (task.num_k_blocks == 0)
             return;
-        if (turn.slot != warpgroup)
+        at.skip((uint32_t)task.num_k_blocks);
+        if (!mine)
             continue;
-        wait_mbar_cluster(smem_addr(&s.sums_full[warpgroup]), turn.parity, "gemm_math: finished sums");
-        tcgen05_fence_after_sync();
-        if (task.num_rows > 0)
-            epilogue(task, acc, out);
-        /* The next MMAs overwrite what has been read. Of memory they see nothing, so the cheap arrive is enough. */
+        const PairRecipe how = of.recipe(task);
+        if (how.continues) {
+            of.begin(task, acc, out);
+            tmem_wait_store();
+        }
+        /* The next MMAs overwrite or continue what is there. Of memory they see nothing, so the cheap arrive is enough. */
         tcgen05_fence_before_sync();
         sync_warp();
         if (lane_idx() == 0)
-            mbar_arrive_remote_release_cta(cluster_addr(smem_addr(&s.sums_empty[warpgroup]), 0));
+            mbar_arrive_remote_release_cta(cluster_addr(smem_addr(&s.sums_ready[warpgroup]), 0));
+        if (how.tail_rows < kBlockK) {
+            wait_mbar_cluster(smem_addr(&s.tail_landed[warpgroup]), tails, "gemm_math: last block of a task");
+            tails ^= 1;
+            zero_tail(s, (at.slot + Tile::stages - 1) % Tile::stages, how.tail_rows);
+            sync_warp();
+            if (lane_idx() == 0)
+                mbar_arrive_remote_release_cluster(cluster_addr(smem_addr(&s.tail_zeroed[warpgroup]), 0));
+        }
+        wait_mbar_cluster(smem_addr(&s.sums_full[warpgroup]), turn.parity, "gemm_math: finished sums");
+        tcgen05_fence_after_sync();
+        if (!only_helps(task))
+            epilogue(task, acc, out);
     }
 }
 
