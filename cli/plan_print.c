@@ -39,6 +39,14 @@ static void pass_json(json_writer *w, const char *key, const plan_view *v, const
     json_end_object(w);
 }
 
+/* Routed weights of the rank: bf16, and what both of their quantisations take (MXFP8), kept once per version by whoever owns them. */
+static int64_t weight_bytes(const plan_view *v) { return v->plan.experts_count * 3 * v->cfg.intermediate * v->cfg.hidden * 2; }
+static int64_t quantised_bytes(const plan_view *v)
+{
+    int64_t h = v->cfg.hidden, i = v->cfg.intermediate, scales = 3 * (mok_mx_scale_bytes(i, h) + mok_mx_scale_bytes(h, i));
+    return v->cfg.dtype == MOK_MXFP8 ? weight_bytes(v) + v->plan.experts_count * scales : 0;
+}
+
 static void memory_json(json_writer *w, const plan_view *v)
 {
     json_begin_object(w, "memory");
@@ -48,6 +56,8 @@ static void memory_json(json_writer *w, const plan_view *v)
         json_int(w, key, group_bytes(&v->plan, (mok_memory_kind)k));
     }
     json_int(w, "workspace_bytes", v->plan.heap_bytes + v->plan.local_bytes);
+    json_int(w, "weight_bytes", weight_bytes(v));
+    json_int(w, "quantised_weight_bytes", quantised_bytes(v));
     json_begin_array(w, "buffers");
     for (int32_t i = 0; i < v->num_buffers; i++) {
         json_begin_object(w, NULL);
@@ -182,6 +192,10 @@ void plan_print_text(const plan_view *v)
     term_table_print(&t, stdout);
     printf("\nminibatch forward   %s\nminibatch backward  %s\nring                %s\n", v->why_forward, v->why_backward, v->why_ring);
     printf("saved               gate and up of %s rows per forward; rows beyond are computed again in the backward\n", term_count(p->saved_rows).text);
+    printf("weights             %s of routed bf16 weights", term_bytes((double)weight_bytes(v)).text);
+    if (v->cfg.dtype == MOK_MXFP8)
+        printf("; %s for both quantisations, where they are kept (mok_mx_quantise)", term_bytes((double)quantised_bytes(v)).text);
+    printf("\n");
     print_floor(v);
     print_memory(v);
 }

@@ -341,6 +341,9 @@ TEST(plan_of_mxfp8_has_half_the_saved_memory)
     REQUIRE(bf16 && mx);
     CHECK_LE(number_at(mx, "memory.context_bytes"), 0.52 * number_at(bf16, "memory.context_bytes"));
     CHECK_LE(number_at(mx, "memory.heap_bytes"), number_at(bf16, "memory.heap_bytes") - 1);
+    CHECK_EQ(number_at(mx, "memory.weight_bytes"), 6.0 * 3 * 2 * 7168 * 2048);
+    CHECK_EQ(number_at(mx, "memory.quantised_weight_bytes"), 6.0 * 3 * 2 * 7168 * 2048 * (33.0 / 32));
+    CHECK_EQ(number_at(bf16, "memory.quantised_weight_bytes"), 0);
     CHECK_LE(number_at(mx, "forward.link_bytes_in"), 0.77 * number_at(bf16, "forward.link_bytes_in"));
     json_free(bf16);
     json_free(mx);
