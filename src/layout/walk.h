@@ -202,15 +202,11 @@ MK_FN int64_t mk_walk_step(const mk_walk *w, int64_t number)
     return low;
 }
 
-/* The task with this number; kind NONE at num_tasks and beyond. */
-MK_FN mk_task mk_walk_task(const mk_walk *w, int64_t number)
+/* The task with this number, at least shared_tasks and below num_tasks, which is in step m: before(m) <= number < before(m + 1). */
+MK_FN mk_task mk_walk_task_in_step(const mk_walk *w, int64_t number, int64_t m)
 {
     const mk_grid *g = &w->grid;
-    if (number >= w->num_tasks)
-        return mk_task_make(MK_TASK_NONE, 0, 0);
-    if (number < w->shared_tasks)
-        return mk_walk_shared_task(w, number);
-    int64_t m = mk_walk_step(w, number), lead_first = 0, lead_end = 0, lag_first = 0, lag_end = 0, unit = 0;
+    int64_t lead_first = 0, lead_end = 0, lag_first = 0, lag_end = 0, unit = 0;
     int32_t part = 0;
     int backward = w->pass == MK_PASS_BACKWARD;
     int32_t lead_group = m == 0 ? g->group_tiles / 4 : g->group_tiles, lag_group = g->group_tiles;
@@ -237,9 +233,35 @@ MK_FN mk_task mk_walk_task(const mk_walk *w, int64_t number)
     if (mk_walk_take_grouped(&number, lag, g->dgrad_gate_up, lag_group, &unit, &part))
         return mk_task_make(MK_TASK_DGRAD_GATE_UP, lag_first + unit, part);
 #undef MK_TILE_AT
-    if (m > 0)
-        number += (int64_t)w->piece_first[m - 1] * g->wgrad;
-    return mk_task_make(MK_TASK_WGRAD, number / g->wgrad, (int32_t)(number % g->wgrad));
+    int64_t piece = m > 0 ? w->piece_first[m - 1] : 0;
+    if (number >> 32) /* a last step on which very many experts without rows hang; 64-bit divisions are slow on a GPU */
+        return mk_task_make(MK_TASK_WGRAD, piece + number / g->wgrad, (int32_t)(number % g->wgrad));
+    return mk_task_make(MK_TASK_WGRAD, piece + (uint32_t)number / (uint32_t)g->wgrad, (int32_t)((uint32_t)number % (uint32_t)g->wgrad));
+}
+
+/* The task with this number; kind NONE at num_tasks and beyond. */
+MK_FN mk_task mk_walk_task(const mk_walk *w, int64_t number)
+{
+    if (number >= w->num_tasks)
+        return mk_task_make(MK_TASK_NONE, 0, 0);
+    if (number < w->shared_tasks)
+        return mk_walk_shared_task(w, number);
+    return mk_walk_task_in_step(w, number, mk_walk_step(w, number));
+}
+
+/* The same for one who asks for ascending numbers: remembers the step of the last one. Starts as {-1, 0}. */
+typedef struct mk_walk_cursor { int64_t step, end; } mk_walk_cursor;
+MK_FN mk_task mk_walk_task_after(const mk_walk *w, int64_t number, mk_walk_cursor *at)
+{
+    if (number >= w->num_tasks)
+        return mk_task_make(MK_TASK_NONE, 0, 0);
+    if (number < w->shared_tasks)
+        return mk_walk_shared_task(w, number);
+    while (number >= at->end) {
+        at->step++;
+        at->end = at->step >= w->num_minibatches ? w->num_tasks : mk_walk_before_step(w, at->step + 1);
+    }
+    return mk_walk_task_in_step(w, number, at->step);
 }
 
 /* The numbers [*first, *end) of one kind's tasks in step m (shared kinds: m = 0), which are neighbours. What lags belongs to the step in

@@ -113,7 +113,18 @@ struct LanePlaces {
                 store(reinterpret_cast<Vec4 *>(base + tile + (lane + 4 * i * cols) + col + lane_idx() % 8 * 8), v);
         }
     }
-    /* The other way: on the way until copy_async_wait. Rows that do not exist give zeros. */
+    /* The other way into registers: 16 bytes of each row, zeros for rows that do not exist. put_pieces takes them on into staging memory. */
+    MK_MEMBER void read(const bf16 *base, uint32_t col, Vec4 (&v)[4])
+    {
+        pin_register(tile);
+        pin_register(lane);
+        MK_UNROLL for (uint32_t i = 0; i < 4; i++) {
+            v[i] = {0, 0, 0, 0};
+            if (4 * i < rows)
+                v[i] = load(reinterpret_cast<const Vec4 *>(base + tile + (lane + 4 * i * cols) + col + lane_idx() % 8 * 8));
+        }
+    }
+    /* The same without registers: on the way until copy_async_wait. */
     MK_MEMBER void fetch(const bf16 *base, uint32_t col, uint32_t half)
     {
         pin_register(tile);
@@ -124,6 +135,12 @@ struct LanePlaces {
         }
     }
 };
+
+MK_DEVICE void put_pieces(uint32_t half, const Vec4 (&v)[4])
+{
+    MK_UNROLL for (uint32_t i = 0; i < 4; i++)
+        store_shared_b128(chunk_piece(half, 4 * i + lane_idx() / 8, lane_idx() % 8), v[i]);
+}
 
 MK_DEVICE void pack_chunk(const float (&v)[32], uint32_t (&packed)[16])
 {

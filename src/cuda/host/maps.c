@@ -116,7 +116,7 @@ mok_status mk_cuda_encode_gemm(mok_workspace *w, mk_gemm_id id, const mok_weight
 /* Every box is 64 x 64: half a narrow tile, whichever axis is contracted. */
 enum { BOX_BACKWARD = 64 };
 
-/* A buffer over the ring's rows or, shared, over this rank's tokens. */
+/* A buffer over the ring's rows or, shared, over this rank's tokens; a stack of one, as the weights are stacks of many. */
 static mk_tensor describe_backward_rows(const mok_workspace *w, mk_backward_map which, bool shared, int64_t num_tokens)
 {
     const mk_memory *m = &w->memory;
@@ -129,7 +129,7 @@ static mk_tensor describe_backward_rows(const mok_workspace *w, mk_backward_map 
     case MK_MAP_UP: address = w->local + (shared ? m->shared_up : m->ring_up); break;
     default: address = w->local + (shared ? m->shared_h : m->ring_h); break;
     }
-    return mk_tensor_operand(address, (uint64_t)(which <= MK_MAP_DOUT ? hidden : width), (uint64_t)(shared ? num_tokens : MK_RING_ROWS(&w->dims)), 0, BOX_BACKWARD);
+    return mk_tensor_operand(address, (uint64_t)(which <= MK_MAP_DOUT ? hidden : width), (uint64_t)(shared ? num_tokens : MK_RING_ROWS(&w->dims)), 1, BOX_BACKWARD);
 }
 
 static mok_status encode_kept(const mk_cuda_state *s, mk_cuda_map *kept, const mk_tensor *t, const char *what)

@@ -116,16 +116,23 @@ MK_DEVICE void backward_init(const mk_backward_params &p, const mk_table &t, Bac
 
 /* ---- the program ---- */
 
+/* Of one thread. */
 struct BackwardProgram {
     const mk_backward_params &p;
     BackwardShared &s;
     mk_table t;
+    mk_walk_cursor at;
+    uint32_t last_number; /* a task is asked for once for each CTA */
+    mk_task last;
 
     MK_MEMBER uint32_t next() const { return s.first + ticket_take_relaxed_gpu(&device_state(p.rank)->tickets[0], 1); }
 
-    MK_MEMBER bool task(uint32_t number, uint32_t rank, GemmTask &task) const
+    MK_MEMBER bool task(uint32_t number, uint32_t rank, GemmTask &task)
     {
-        const mk_task next = number < s.end ? mk_walk_task(&s.walk, number) : mk_task_make(MK_TASK_NONE, 0, 0);
+        if (number != last_number)
+            last = number < s.end ? mk_walk_task_after(&s.walk, number, &at) : mk_task_make(MK_TASK_NONE, 0, 0);
+        last_number = number;
+        const mk_task next = last;
         if (next.kind == MK_TASK_NONE)
             return false;
         task.kind = next.kind;
@@ -147,6 +154,8 @@ private:
         task.col = (next.part * (int32_t)TileBackward::cluster + (int32_t)rank) * cols;
         task.num_k_blocks = (int32_t)((stage == MK_TASK_DGRAD_GATE_UP ? 2 * width : d.hidden) / kBlockK);
         task.out_row = next.tile * MK_ROW_TILE;
+        if (shared ? shared_is_saved(p) : next.tile < s.walk.replay_from)
+            task.kind |= TASK_SAVED;
         if (shared) {
             task.row = task.out_row;
             task.num_rows = (int32_t)mk_min(p.num_tokens - task.out_row, MK_ROW_TILE);
@@ -161,7 +170,8 @@ private:
     {
         const mk_dims &d = p.rank.dims;
         const bool shared = is_shared_task(next.kind);
-        const WgradPart part = WgradGrid::at(shared ? p.shared_grads : p.grads, d.hidden, shared ? d.shared_intermediate : d.intermediate, next.part);
+        const WgradPart part = WgradGrid::at(shared ? p.shared_grads : p.grads, (uint32_t)d.hidden, (uint32_t)(shared ? d.shared_intermediate : d.intermediate),
+                                             (uint32_t)next.part);
         int32_t flags = WGRAD_FIRST | WGRAD_LAST;
         task.num_rows = (int32_t)p.num_tokens;
         if (!shared) {
@@ -181,46 +191,50 @@ private:
 
 /* ---- the load role ---- */
 
-/* One K block of a task as boxes: A's share of this CTA at (a_x, a_y), B's halves at (b_x, b_y) and the high one next to it. */
-struct BackwardBoxes {
+/* A run of K blocks of a task whose boxes follow each other: where the first are, and how far the next. A's share of this CTA, B's halves.
+ * A task is one run or two: dgate then dup, or a piece that goes over the ring's end. Everything that can be is worked out before the
+ * loop, because one thread has to keep up with the matrix unit. */
+struct LoadRun {
     const mk_tensor_map *a, *b_low, *b_high;
-    int32_t a_x, a_y, b_x, b_y, high_x, b_depth;
-    bool b_is_stack;
+    int32_t a_x, a_y, b_x, b_high_x, b_y, b_depth;
+    int32_t a_step_x, a_step_y, b_step_x, b_step_y;
+    int32_t count;
 };
 
 struct BackwardLoad {
     const mk_backward_params &p;
+    enum { K = (int32_t)kBlockK };
 
-    MK_MEMBER BackwardBoxes boxes(const GemmTask &task, int32_t k) const
+    /* Run 0 or 1 of a task, of a count that may be 0. */
+    MK_MEMBER LoadRun run(const GemmTask &task, int32_t which) const
     {
-        const int32_t kind = task.kind & TASK_KIND_MASK;
+        const int32_t kind = task.kind & TASK_KIND_MASK, half = (int32_t)(cluster_rank() * kBoxRowsA<TileBackward>), all = task.num_k_blocks;
         const bool shared = is_shared_task(kind);
-        const int32_t x = k * (int32_t)kBlockK, half = (int32_t)(cluster_rank() * kBoxRowsA<TileBackward>);
         switch (stage_of(kind)) {
         case MK_TASK_GATE_UP:
-            return {shared ? &p.shared_x : &p.ring_x, shared ? &p.shared_gate : &p.gate, shared ? &p.shared_up : &p.up, x, task.row + half, x, task.col, x, task.expert, true};
-        case MK_TASK_DGRAD_DOWN: {
-            const mk_tensor_map *down = shared ? &p.shared_down : &p.down;
-            return {shared ? &p.shared_dout : &p.ring_dout, down, down, x, task.row + half, task.col, x, task.col + 64, task.expert, true};
-        }
-        case MK_TASK_DGRAD_GATE_UP: { /* the first half of the blocks is dgate's, the second dup's */
-            const int32_t middle = task.num_k_blocks / 2;
-            const bool up = k >= middle;
-            const int32_t y = (up ? k - middle : k) * (int32_t)kBlockK;
-            const mk_tensor_map *a = up ? (shared ? &p.shared_dup : &p.ring_up) : (shared ? &p.shared_dgate : &p.ring_gate);
-            const mk_tensor_map *b = up ? (shared ? &p.shared_up : &p.up) : (shared ? &p.shared_gate : &p.gate);
-            return {a, b, b, y, task.row + half, task.col, y, task.col + 64, task.expert, true};
-        }
-        default: return wgrad_boxes(task, shared, x, half);
+            return {shared ? &p.shared_x : &p.ring_x, shared ? &p.shared_gate : &p.gate, shared ? &p.shared_up : &p.up,
+                    0, task.row + half, 0, 0, task.col, task.expert, K, 0, K, 0, which ? 0 : all};
+        case MK_TASK_DGRAD_DOWN:
+            return dgrad(shared ? &p.shared_dout : &p.ring_dout, shared ? &p.shared_down : &p.down, task, half, which ? 0 : all);
+        case MK_TASK_DGRAD_GATE_UP:
+            if (which == 0)
+                return dgrad(shared ? &p.shared_dgate : &p.ring_gate, shared ? &p.shared_gate : &p.gate, task, half, all / 2);
+            return dgrad(shared ? &p.shared_dup : &p.ring_up, shared ? &p.shared_up : &p.up, task, half, all / 2);
+        default: return wgrad(task, shared, half, which);
         }
     }
 
-    MK_MEMBER BackwardBoxes wgrad_boxes(const GemmTask &task, bool shared, int32_t x, int32_t half) const
+    /* Rows of A along K, weights as they lie: K is their outer axis. */
+    static MK_MEMBER LoadRun dgrad(const mk_tensor_map *a, const mk_tensor_map *b, const GemmTask &task, int32_t half, int32_t count)
     {
-        const int32_t ring_rows = (int32_t)MK_RING_ROWS(&p.rank.dims), matrix = wgrad_matrix(task);
-        int32_t y = task.row + x;
-        if (!shared && y >= ring_rows) /* a piece may go over the ring's end, once */
-            y -= ring_rows;
+        return {a, b, b, 0, task.row + half, task.col, task.col + 64, 0, task.expert, K, 0, 0, K, count};
+    }
+
+    /* Both operands as they lie: K is the rows. */
+    MK_MEMBER LoadRun wgrad(const GemmTask &task, bool shared, int32_t half, int32_t which) const
+    {
+        const int32_t matrix = wgrad_matrix(task), all = task.num_k_blocks;
+        const int32_t fit = shared ? all : (int32_t)mk_min((MK_RING_ROWS(&p.rank.dims) - task.row) / K, all);
         const mk_tensor_map *left = shared ? &p.shared_dout : &p.ring_dout, *right = shared ? &p.shared_wh : &p.ring_h;
         if (matrix != MK_GRAD_DOWN)
             right = shared ? &p.shared_x : &p.ring_x;
@@ -228,27 +242,15 @@ struct BackwardLoad {
             left = shared ? &p.shared_dgate : &p.ring_gate;
         if (matrix == MK_GRAD_UP)
             left = shared ? &p.shared_dup : &p.ring_up;
-        return {left, right, right, task.out_row + half, y, task.col, y, task.col + 64, 0, false};
-    }
-
-    MK_MEMBER void stage(GemmShared<TileBackward> &s, uint32_t stage, const BackwardBoxes &at) const
-    {
-        const uint32_t full = smem_addr(&s.full[stage]), a = smem_addr(s.a[stage]) + cluster_rank() * kHalfBytes, b = smem_addr(s.b[stage]);
-        mbar_arrive_expect_tx_release_cta(full, kStageBytes<TileBackward>);
-        tma_load_2d_multicast(a, at.a, at.a_x, at.a_y, full, (1 << TileBackward::cluster) - 1);
-        if (at.b_is_stack) {
-            tma_load_3d(b, at.b_low, at.b_x, at.b_y, at.b_depth, full);
-            tma_load_3d(b + kHalfBytes, at.b_high, at.high_x, at.b_y, at.b_depth, full);
-        } else {
-            tma_load_2d(b, at.b_low, at.b_x, at.b_y, full);
-            tma_load_2d(b + kHalfBytes, at.b_high, at.high_x, at.b_y, full);
-        }
+        const int32_t y = which ? 0 : task.row;
+        return {left, right, right, task.out_row + half, y, task.col, task.col + 64, y, 0, 0, K, 0, K, which ? all - fit : fit};
     }
 };
 
 /* One thread of each CTA: what the wait role has found to be there. Rows were written by plain stores; the copy engine reads them next. */
 MK_DEVICE void backward_load(const mk_backward_params &p, BackwardShared &s)
 {
+    constexpr uint16_t all_ctas = (1 << TileBackward::cluster) - 1;
     const BackwardLoad load = {p};
     TaskReader<TileBackward> tasks;
     RingCursor<TileBackward::stages> at;
@@ -259,10 +261,21 @@ MK_DEVICE void backward_load(const mk_backward_params &p, BackwardShared &s)
         tasks.release(s.gemm);
         if (task.num_k_blocks == 0)
             return;
-        for (int32_t k = 0; k < task.num_k_blocks; k++, at.next()) {
-            const BackwardBoxes boxes = load.boxes(task, k);
-            wait_mbar(smem_addr(&s.gemm.empty[at.slot]), at.parity ^ 1, "backward_load: free stage");
-            load.stage(s.gemm, at.slot, boxes);
+        for (int32_t which = 0; which < 2; which++) {
+            LoadRun r = load.run(task, which);
+            for (; r.count > 0; r.count--, at.next()) {
+                const uint32_t full = smem_addr(&s.gemm.full[at.slot]), b = smem_addr(s.gemm.b[at.slot]);
+                wait_mbar(smem_addr(&s.gemm.empty[at.slot]), at.parity ^ 1, "backward_load: free stage");
+                mbar_arrive_expect_tx_release_cta(full, kStageBytes<TileBackward>);
+                tma_load_3d_multicast(smem_addr(s.gemm.a[at.slot]) + cluster_rank() * kHalfBytes, r.a, r.a_x, r.a_y, 0, full, all_ctas);
+                tma_load_3d(b, r.b_low, r.b_x, r.b_y, r.b_depth, full);
+                tma_load_3d(b + kHalfBytes, r.b_high, r.b_high_x, r.b_y, r.b_depth, full);
+                r.a_x += r.a_step_x;
+                r.a_y += r.a_step_y;
+                r.b_x += r.b_step_x;
+                r.b_high_x += r.b_step_x;
+                r.b_y += r.b_step_y;
+            }
         }
     }
 }
@@ -274,11 +287,15 @@ MK_DEVICE void backward_load(const mk_backward_params &p, BackwardShared &s)
 MK_DEVICE void backward_wait(const mk_backward_params &p, const mk_table &t, BackwardShared &s)
 {
     TaskReader<TileBackward> tasks;
+    int32_t last_kind = MK_TASK_NONE, last_tag = 0;
     for (;; tasks.at.next()) {
         const GemmTask task = tasks.wait(s.gemm);
+        const bool waited = (task.kind & TASK_KIND_MASK) == last_kind && task.tag == last_tag; /* parts of one piece come one after the other */
+        last_kind = task.kind & TASK_KIND_MASK;
+        last_tag = task.tag;
         const mk_task as_walked = mk_task_make((mk_task_kind)(task.kind & TASK_KIND_MASK), task.tag, 0);
         mk_need need;
-        for (int i = 0; task.num_k_blocks != 0 && mk_task_need(&s.walk, &t, &p.rank.dims, as_walked, i, &need); i++)
+        for (int i = 0; task.num_k_blocks != 0 && !waited && mk_task_need(&s.walk, &t, &p.rank.dims, as_walked, i, &need); i++)
             for (int32_t index = need.first + (int32_t)lane_idx(); index < need.end; index += 32)
                 wait_flag_at_least_gpu(counter_at(p.rank, need.counter, index), need.count, "backward_wait: operands of a task");
         sync_warp(); /* what every lane has acquired, lane 0 hands on */
@@ -296,7 +313,6 @@ MK_DEVICE void backward_wait(const mk_backward_params &p, const mk_table &t, Bac
 /* Where s4_down_bwd finds and leaves things, in the ring or over this rank's tokens. */
 struct GradBuffers {
     const mk_backward_params &p;
-    const mk_walk &walk;
 
     MK_MEMBER uint32_t cols(const GemmTask &task) const { return (uint32_t)(is_shared(task) ? p.rank.dims.shared_intermediate : p.rank.dims.intermediate); }
     MK_MEMBER bf16 *dgate(const GemmTask &task) const { return at<bf16>(task, p.rank.memory.ring_gate, p.rank.memory.shared_gate); }
@@ -304,18 +320,17 @@ struct GradBuffers {
     MK_MEMBER bf16 *weighted_h(const GemmTask &task) const { return at<bf16>(task, p.rank.memory.ring_h, p.rank.memory.shared_h); }
     MK_MEMBER const float *weights(const GemmTask &task) const { return at<float>(task, p.rank.memory.ring_weight, p.rank.memory.shared_scale); }
     MK_MEMBER float *partial(const GemmTask &task) const { return at<float>(task, p.rank.memory.ring_dweight, p.rank.memory.shared_dpartial); }
-    MK_MEMBER const bf16 *gate(const GemmTask &task) const { return is_saved(task) ? saved(task, p.rank.memory.saved_gate, p.rank.memory.saved_shared_gate) : dgate(task); }
-    MK_MEMBER const bf16 *up(const GemmTask &task) const { return is_saved(task) ? saved(task, p.rank.memory.saved_up, p.rank.memory.saved_shared_up) : dup(task); }
+    MK_MEMBER const bf16 *gate(const GemmTask &task) const { return task.kind & TASK_SAVED ? saved(task, p.rank.memory.saved_gate, p.rank.memory.saved_shared_gate) : dgate(task); }
+    MK_MEMBER const bf16 *up(const GemmTask &task) const { return task.kind & TASK_SAVED ? saved(task, p.rank.memory.saved_up, p.rank.memory.saved_shared_up) : dup(task); }
 
 private:
     static MK_MEMBER bool is_shared(const GemmTask &task)
     {
         uint32_t kind = (uint32_t)task.kind;
         pin_register(kind);
-        return is_shared_task((int32_t)kind);
+        return is_shared_task((int32_t)kind & TASK_KIND_MASK);
     }
     template <class T> MK_MEMBER T *at(const GemmTask &task, int64_t routed, int64_t shared) const { return in_local<T>(p.rank, is_shared(task) ? shared : routed); }
-    MK_MEMBER bool is_saved(const GemmTask &task) const { return is_shared(task) ? shared_is_saved(p) : task.tag < walk.replay_from; }
     /* The context's rows are numbered as the table's. */
     MK_MEMBER const bf16 *saved(const GemmTask &task, int64_t routed, int64_t shared) const
     {
@@ -349,10 +364,11 @@ struct BackwardMath {
         signal(shared ? MK_COUNTER_shared_s2_tasks_done : MK_COUNTER_s2_tasks_done, task.tag);
     }
 
+    MK_MEMBER SwigluBackward<GradBuffers> swiglu_epilogue() const { return {{p}, p.rank.swiglu_limit}; }
+
     MK_MEMBER void dgrad_down(const GemmTask &task, const Acc<TileBackward> &acc, const WarpOut &out, bool shared) const
     {
-        const GradBuffers buffers = {p, s.walk};
-        SwigluBackward<GradBuffers>{buffers, p.rank.swiglu_limit}(task, acc, out);
+        swiglu_epilogue()(task, acc, out);
         signal(shared ? MK_COUNTER_shared_s4_bwd_tasks_done : MK_COUNTER_s4_bwd_tasks_done, task.tag);
     }
 
@@ -377,8 +393,13 @@ struct BackwardMath {
 
     MK_MEMBER void finish_wgrad(const GemmTask &task, const Acc<TileBackward> &acc, const WarpOut &out, bool shared) const
     {
+        const bool told_later = !(task.kind & WGRAD_LAST) || p.ready;
+        /* The operands have been read, and nobody in this launch reads a complete gradient: so before the stores, whose completion a
+         * release would wait for. */
+        if (!shared && !told_later)
+            signal(MK_COUNTER_wgrad_tasks_done, task.tag);
         wgrad(shared)(task, acc, out);
-        if (shared)
+        if (shared || !told_later)
             return;
         sync_warp();
         if (lane_idx() != 0)
@@ -390,8 +411,9 @@ struct BackwardMath {
             flag_store_release_sys(&p.ready[task.expert], p.ready_value);
     }
 
-    MK_MEMBER void finish(const GemmTask &task, const Acc<TileBackward> &acc, const WarpOut &out) const
+    MK_MEMBER void finish(const GemmTask &task, const Acc<TileBackward> &acc, WarpOut out) const
     {
+        pin_register(out.staging); /* addresses derived from it are not kept through the MMAs */
         const int32_t kind = task.kind & TASK_KIND_MASK;
         const bool shared = is_shared_task(kind);
         switch (stage_of(kind)) {
@@ -450,14 +472,22 @@ struct BackwardMath {
                 at.skip((uint32_t)task.num_k_blocks);
                 continue;
             }
+            MathState &state = s.math[warp];
+            if (lane_idx() == 0)
+                store(&state.task, task);
+            sync_warp();
+            if (stage_of(task.kind & TASK_KIND_MASK) == MK_TASK_DGRAD_DOWN)
+                swiglu_epilogue().prefetch(state.task, out);
             barrier_named_sync(BARRIER_MATH_TURN + warpgroup, both);
             const uint32_t last = multiply(task, acc, at, warpgroup, out);
             barrier_named_arrive(BARRIER_MATH_TURN + (warpgroup ^ 1), both);
             acc.wait_all();
             release_stage(s.gemm, last);
-            MathState &state = s.math[warp];
-            if (lane_idx() == 0)
-                store(&state, MathState{task, tasks.at, at, turn});
+            if (lane_idx() == 0) {
+                store(&state.tasks, tasks.at);
+                store(&state.stages, at);
+                store(&state.turn, turn);
+            }
             sync_warp();
             finish(state.task, acc, out);
             tasks.at = load(&state.tasks);

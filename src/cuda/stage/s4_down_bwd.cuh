@@ -24,7 +24,7 @@ MK_DEVICE SwigluGrad swiglu_backward(float dh, float gate, float up, float weigh
 /* Buffers says where things are, each time anew (which costs no register between): gate(task), up(task), const bf16 *, moved so that
  * dgate's offsets fit; cols(task), I or Is; dgate(task), dup(task), weighted_h(task), bf16 *; weights(task), of rows; partial(task), [rows, cols / 64]. */
 template <class Buffers> struct SwigluBackward {
-    const Buffers &buffers;
+    Buffers buffers;
     float limit;            /* infinity: no clamp */
 
     /* A chunk: gate and up in the halves of the staging memory become dgate and dup, 16 columns at a time, because more does not fit
@@ -68,37 +68,60 @@ template <class Buffers> struct SwigluBackward {
 
     MK_MEMBER float weight(const GemmTask &task, uint32_t r) const { return r < (uint32_t)task.num_rows ? load(&buffers.weights(task)[(int64_t)task.row + r]) : 0.0f; }
 
+    /* Gate and up of the first chunk, before the MMAs: on their way while these run. */
+    MK_MEMBER void prefetch(const GemmTask &task, const WarpOut &out) const
+    {
+        if (out.row >= (uint32_t)task.num_rows || (uint32_t)task.col >= buffers.cols(task))
+            return;
+        places(task, out.row).fetch(buffers.gate(task), 0, out.staging);
+        places(task, out.row).fetch(buffers.up(task), 0, out.staging + kChunkBytes);
+    }
+
+    /* Chunk by chunk. The next one's gate and up are read ahead, into registers that this one has given back. */
     template <class Tile> MK_MEMBER void operator()(const GemmTask &task, const Acc<Tile> &acc, const WarpOut &out) const
     {
+        constexpr uint32_t chunks = Tile::cols / 64, count = Acc<Tile>::blocks * chunks;
         static_assert(MK_DW_GROUP == 64, "a chunk of 64 columns is a group of the router-weight gradient");
-        MK_UNROLL for (uint32_t m = 0; m < Acc<Tile>::blocks; m++) {
-            const uint32_t row = out.row + m * 64;
+        copy_async_wait();
+        MK_UNROLL for (uint32_t q = 0; q < count; q++) {
+            const uint32_t m = q / chunks, c = q % chunks, row = out.row + m * 64, col = 64 * c;
+            const uint32_t low = out.staging, high = out.staging + kChunkBytes;
             if (row >= (uint32_t)task.num_rows)
                 return;
+            if ((uint32_t)task.col + col >= buffers.cols(task))
+                continue;
             const float w[2] = {weight(task, row + lane_idx() / 4), weight(task, row + lane_idx() / 4 + 8)};
-            MK_UNROLL for (uint32_t c = 0; c < Tile::cols / 64; c++) {
-                const uint32_t col = 64 * c;
-                float dh[32], sum[2];
-                uint32_t h[16];
-                if ((uint32_t)task.col + col >= buffers.cols(task))
-                    break;
-                places(task, row).fetch(buffers.gate(task), col, out.staging);
-                places(task, row).fetch(buffers.up(task), col, out.staging + kChunkBytes);
-                copy_async_wait();
-                sync_warp();
-                acc.read(m, c, dh);
-                chunk(out, dh, w, h, sum);
-                sync_warp();
-                places(task, row).flush(buffers.dgate(task), col, out.staging);
-                places(task, row).flush(buffers.dup(task), col, out.staging + kChunkBytes);
-                store_sums(task, row, col, sum);
-                sync_warp();
-                put_chunk(out.staging, h);
-                sync_warp();
-                places(task, row).flush(buffers.weighted_h(task), col, out.staging);
-                sync_warp(); /* the halves are free again */
+            float dh[32], sum[2];
+            uint32_t h[16];
+            sync_warp(); /* every lane has put its pieces of gate and up */
+            acc.read(m, c, dh);
+            chunk(out, dh, w, h, sum);
+            sync_warp();
+            places(task, row).flush(buffers.dgate(task), col, low);
+            store_sums(task, row, col, sum);
+            sync_warp();
+            put_chunk(low, h);
+            Vec4 next_gate[4], next_up[4];
+            if (q + 1 < count) {
+                const bool same_rows = c + 1 < chunks && (uint32_t)task.col + col + 64 < buffers.cols(task);
+                read_ahead(task, same_rows ? row : row + 64, same_rows ? col + 64 : 0, next_gate, next_up);
+            }
+            places(task, row).flush(buffers.dup(task), col, high);
+            sync_warp();
+            places(task, row).flush(buffers.weighted_h(task), col, low);
+            sync_warp(); /* the halves are free */
+            if (q + 1 < count) {
+                put_pieces(low, next_gate);
+                put_pieces(high, next_up);
             }
         }
+    }
+
+private:
+    MK_MEMBER void read_ahead(const GemmTask &task, uint32_t row, uint32_t col, Vec4 (&gate)[4], Vec4 (&up)[4]) const
+    {
+        places(task, row).read(buffers.gate(task), col, gate);
+        places(task, row).read(buffers.up(task), col, up);
     }
 };
 

@@ -14,42 +14,37 @@ struct WgradPart { int32_t matrix, row, col; };
 
 struct WgradGrid {
     enum { Rows = 128, PairCols = 256, GroupTiles = 16 };
-    static MK_MEMBER int32_t matrix_tiles(int64_t outputs, int64_t inputs) { return (int32_t)(mk_ceil_div(outputs, Rows) * mk_ceil_div(inputs, PairCols)); }
-    static MK_MEMBER int64_t outputs(int32_t matrix, int64_t hidden, int64_t width) { return matrix == MK_GRAD_DOWN ? hidden : width; }
-    static MK_MEMBER int64_t inputs(int32_t matrix, int64_t hidden, int64_t width) { return matrix == MK_GRAD_DOWN ? width : hidden; }
+    /* In 32 bits: a GPU divides 64-bit numbers slowly, and one thread of a cluster works tasks out for both CTAs. */
+    static MK_MEMBER uint32_t down(int32_t matrix, uint32_t hidden, uint32_t width) { return ((matrix == MK_GRAD_DOWN ? hidden : width) + Rows - 1u) / Rows; }
+    static MK_MEMBER uint32_t across(int32_t matrix, uint32_t hidden, uint32_t width) { return ((matrix == MK_GRAD_DOWN ? width : hidden) + PairCols - 1u) / PairCols; }
 
     /* Tasks of a piece. */
     static MK_MEMBER int32_t count(const mk_grad_out *grads, int64_t hidden, int64_t width)
     {
-        int32_t n = 0;
+        uint32_t n = 0;
         for (int32_t m = 0; m < MK_NUM_GRADS; m++)
-            n += grads[m].base ? matrix_tiles(outputs(m, hidden, width), inputs(m, hidden, width)) : 0;
-        return n;
+            n += grads[m].base ? down(m, (uint32_t)hidden, (uint32_t)width) * across(m, (uint32_t)hidden, (uint32_t)width) : 0;
+        return (int32_t)n;
     }
 
-    static MK_MEMBER WgradPart at(const mk_grad_out *grads, int64_t hidden, int64_t width, int32_t part)
+    static MK_MEMBER WgradPart at(const mk_grad_out *grads, uint32_t hidden, uint32_t width, uint32_t part)
     {
-        WgradPart found = {0, 0, 0};
         for (int32_t m = 0; m < MK_NUM_GRADS; m++) {
-            const int32_t tiles = grads[m].base ? matrix_tiles(outputs(m, hidden, width), inputs(m, hidden, width)) : 0;
+            const uint32_t rows = down(m, hidden, width), columns = across(m, hidden, width), tiles = grads[m].base ? rows * columns : 0;
             if (part >= tiles) {
                 part -= tiles;
                 continue;
             }
-            const int32_t down = (int32_t)mk_ceil_div(outputs(m, hidden, width), Rows), across = tiles / down;
-            const int32_t group = part / (GroupTiles * across), in_group = part % (GroupTiles * across);
-            const int32_t height = down - group * GroupTiles < GroupTiles ? down - group * GroupTiles : GroupTiles;
-            found.matrix = m;
-            found.row = (group * GroupTiles + in_group % height) * Rows;
-            found.col = in_group / height * PairCols;
-            return found;
+            const uint32_t group = part / (GroupTiles * columns), in_group = part % (GroupTiles * columns);
+            const uint32_t height = (uint32_t)mk_min(rows - group * GroupTiles, GroupTiles);
+            return {m, (int32_t)((group * GroupTiles + in_group % height) * Rows), (int32_t)(in_group / height * PairCols)};
         }
-        return found;
+        return {0, 0, 0};
     }
 };
 
-/* The flags of a weight-gradient task travel in the upper bits of GemmTask.kind. */
-enum { WGRAD_MATRIX_SHIFT = 8, WGRAD_FIRST = 1 << 12, WGRAD_LAST = 1 << 13, TASK_KIND_MASK = 0xff };
+/* Flags travel in the upper bits of GemmTask.kind; TASK_SAVED: the rows' gate and up are in the context. */
+enum { WGRAD_MATRIX_SHIFT = 8, WGRAD_FIRST = 1 << 12, WGRAD_LAST = 1 << 13, TASK_SAVED = 1 << 14, TASK_KIND_MASK = 0xff };
 MK_DEVICE int32_t wgrad_matrix(const GemmTask &task) { return task.kind >> WGRAD_MATRIX_SHIFT & 3; }
 
 /* The rows of a ragged last K block that do not exist: zero in both operands, because 0 times what lies there may be NaN. One
@@ -108,8 +103,8 @@ struct Wgrad {
     const mk_grad_out *grads;
     int64_t width;           /* I or Is */
 
-    MK_MEMBER int64_t outputs(const GemmTask &task) const { return WgradGrid::outputs(wgrad_matrix(task), r.dims.hidden, width); }
-    MK_MEMBER int64_t inputs(const GemmTask &task) const { return WgradGrid::inputs(wgrad_matrix(task), r.dims.hidden, width); }
+    MK_MEMBER int64_t outputs(const GemmTask &task) const { return wgrad_matrix(task) == MK_GRAD_DOWN ? r.dims.hidden : width; }
+    MK_MEMBER int64_t inputs(const GemmTask &task) const { return wgrad_matrix(task) == MK_GRAD_DOWN ? width : r.dims.hidden; }
     MK_MEMBER LaneMatrix<float> partial(const GemmTask &task) const
     {
         const int64_t elements = r.dims.hidden * r.dims.intermediate;
