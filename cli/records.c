@@ -12,6 +12,10 @@ bool case_of(const mok_config *cfg, int32_t ranks, const sim_profile *p, mk_pass
 {
     mok_plan plan = MOK_INIT(mok_plan);
     int32_t none = 0;
+    if (ranks > p->ranks_max) {
+        snprintf(error, error_size, "%d ranks, but profile %s is an NVLink domain of %g GPUs (--set ranks_max=%d pretends)", ranks, p->name, p->ranks_max, ranks);
+        return false;
+    }
     mok_config bf16 = *cfg;
     bf16.dtype = MOK_BF16; /* rows are cut the same way, whatever their type */
     bf16.backend = MOK_BACKEND_CUDA;

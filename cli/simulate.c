@@ -105,7 +105,7 @@ static bool make_case(const simulate_settings *s, const simulate_run *run, sim_c
     c->mxfp8 = s->mxfp8;
     c->sustained = s->sustained;
     c->no_signals = s->no_signals;
-    c->no_copies = s->no_copies;
+    c->copy_distance = s->copy_distance;
     c->comm_sms = run->pass == MK_PASS_BACKWARD ? s->comm_sms_bwd : s->comm_sms;
     return true;
 }
@@ -275,7 +275,7 @@ int command_simulate(int argc, char **argv)
     int64_t ring, minibatch, minibatch_bwd, comm_sms, comm_sms_bwd, seed, trace_rank;
     arg_int_list ranks;
     const char *profile, *assignments, *pass, *strategies, *routing, *dtype, *mode, *save, *svg, *baseline;
-    bool json, list;
+    bool json, list, no_copies;
     char error[1024];
     s = (simulate_settings){0};
     arg_option options[] = {
@@ -299,7 +299,8 @@ int command_simulate(int argc, char **argv)
         ARG_INT("racks", "N", &s.racks, 1, 1, 64, "data-parallel groups of so many ranks, each with a routing of its own"),
         ARG_INT("seed", "N", &seed, 1, 0, ARG_NO_LIMIT, "of the routing"),
         ARG_FLAG("no-signals", &s.no_signals, "push dispatch: telling the peer costs nothing"),
-        ARG_FLAG("no-copies", &s.no_copies, "pull every row, also where an earlier row of its token is in the ring"),
+        ARG_INT("copy-distance", "ROWS", &s.copy_distance, 0, 0, INT32_MAX, "pull a row rather than copy it from fewer rows away"),
+        ARG_FLAG("no-copies", &no_copies, "pull every row, also where an earlier row of its token is in the ring"),
         ARG_DOUBLE("moe-share", "SHARE", &s.moe_share, 0, 0, 1, "share of these layers in the step of --baseline: also print the step's ratio"),
         ARG_STRING("baseline", "NAME", &baseline, "nccl", "what the share belongs to"),
         ARG_STRING("svg", "FILE", &svg, NULL, "draw time over ranks, or for one number of ranks link and ring over time"),
@@ -331,6 +332,7 @@ int command_simulate(int argc, char **argv)
             s.cfg.minibatch_rows = minibatch;
             s.cfg.minibatch_rows_bwd = minibatch_bwd;
             s.comm_sms = (int32_t)comm_sms;
+            s.copy_distance = no_copies ? INT32_MAX : s.copy_distance;
             s.comm_sms_bwd = (int32_t)(comm_sms_bwd < 0 ? comm_sms : comm_sms_bwd);
             s.routing.seed = (uint64_t)seed;
             s.trace_rank = (int32_t)trace_rank;

@@ -17,9 +17,9 @@ typedef struct simulate_settings {
     sim_routing routing;
     const int32_t *ids;          /* from a file, [num_ids] or NULL */
     int64_t num_ids;
-    int64_t tokens, racks;
+    int64_t tokens, racks, copy_distance;
     int32_t comm_sms, comm_sms_bwd;
-    bool mxfp8, sustained, no_signals, no_copies;
+    bool mxfp8, sustained, no_signals;
     bool only_time;              /* leave `exposed` out: half the work */
     bool forward, backward;
     bool strategies[SIM_NUM_STRATEGIES];

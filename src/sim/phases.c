@@ -8,7 +8,7 @@
 
 typedef struct loads {
     double out_max, in_max;    /* rows that leave or reach the busiest rank */
-    double rows_max, rows_mean, routes_mean;
+    double rows_max, rows_mean, padded_max; /* padded: to whole tiles of 128 rows */
 } loads;
 
 /* deduplicated: a token goes once to each rank, whatever number of its experts live there. */
@@ -33,6 +33,7 @@ static bool count_loads(const sim_case *c, const sim_tables *t, bool deduplicate
         }
         l->in_max = fmax(l->in_max, in);
         l->rows_max = fmax(l->rows_max, (double)own->head.num_rows);
+        l->padded_max = fmax(l->padded_max, (double)own->head.num_tiles * MK_ROW_TILE);
         l->rows_mean += (double)own->head.num_rows / t->num_ranks;
     }
     for (int32_t r = 0; r < t->num_ranks && out; r++)
@@ -43,19 +44,22 @@ static bool count_loads(const sim_case *c, const sim_tables *t, bool deduplicate
     return ok;
 }
 
-/* Grouped GEMM over the rows of the busiest rank, in whole row tiles. */
-static double gemm_seconds(const sim_case *c, double rows, double n, double k)
+/* Grouped GEMM: the products of `rows`, or its weights' and rows' bytes from memory if those take longer. */
+static double gemm_seconds(const sim_case *c, double rows, double n, double k, double matrices)
 {
     const sim_profile *p = &c->profile;
-    double rate = sim_rate(c) * 1e12 * p->grouped_factor * k / (k + p->grouped_half_k);
-    return 2 * rows * n * k / rate + p->elementwise_us * 1e-6;
+    double rate = sim_rate(c) * 1e12 * p->grouped_factor * k / (k + p->grouped_half_k), element = c->mxfp8 ? 33.0 / 32 : 2;
+    double products = 2 * rows * n * k / rate, bytes = matrices * n * k * element + rows * (k * element + n * 2);
+    return fmax(products, bytes / (p->hbm_gbps * 1e9)) + p->elementwise_us * 1e-6;
 }
 
-/* Grouped weight gradients: dWg with dWu, and dWd, each one kernel over the experts. K is an expert's share of the rows. */
+/* Grouped weight gradients: dWg with dWu, and dWd, each one kernel over the experts. K is an expert's share of the rows; results are bf16. */
 static double wgrad_seconds(const sim_case *c, double rows)
 {
-    double experts = fmax(1, (double)c->dims.experts_count), h = (double)c->dims.hidden, width = (double)c->dims.intermediate, launch = c->profile.elementwise_us * 1e-6;
-    return experts * (gemm_seconds(c, 2 * width, h, rows / experts) + gemm_seconds(c, width, h, rows / experts) - 2 * launch) + 2 * launch;
+    const sim_profile *p = &c->profile;
+    double experts = fmax(1, (double)c->dims.experts_count), elements = (double)c->dims.hidden * (double)c->dims.intermediate, k = rows / experts;
+    double rate = sim_rate(c) * 1e12 * p->grouped_factor * k / (k + p->grouped_half_k);
+    return fmax(2 * 3 * elements * rows / rate, 3 * elements * experts * 2 / (p->hbm_gbps * 1e9)) + 2 * p->elementwise_us * 1e-6;
 }
 
 static double elementwise_seconds(const sim_profile *p, double bytes) { return bytes / (p->elementwise_gbps * 1e9) + p->elementwise_us * 1e-6; }
@@ -83,8 +87,9 @@ bool sim_phases(const sim_case *c, const sim_tables *t, sim_result *o)
     double sum = elementwise_seconds(p, (double)c->dims.topk * tokens * y_bytes + tokens * y_bytes);
     double swiglu = elementwise_seconds(p, l.rows_max * width * 2 * (backward ? 6 : 3));
     double quantise = c->mxfp8 ? elementwise_seconds(p, l.rows_max * width * 3) : 0;
-    double forward = gemm_seconds(c, l.rows_max, 2 * width, h) + gemm_seconds(c, l.rows_max, h, width);
-    double backward_gemms = gemm_seconds(c, l.rows_max, width, h) + gemm_seconds(c, l.rows_max, h, 2 * width) + wgrad_seconds(c, l.rows_max);
+    double experts = (double)c->dims.experts_count;
+    double forward = gemm_seconds(c, l.padded_max, 2 * width, h, experts) + gemm_seconds(c, l.padded_max, h, width, experts);
+    double backward_gemms = gemm_seconds(c, l.padded_max, width, h, experts) + gemm_seconds(c, l.padded_max, h, 2 * width, experts) + wgrad_seconds(c, l.rows_max);
     double there = fixed + ports * x_bytes / gbps, home = fixed + ports * y_bytes / gbps;
     o->before = (backward ? 0 : p->cpu_sync_us * 1e-6) + gather + there + by_expert;
     o->kernel = (backward ? backward_gemms : forward) + swiglu + quantise;
@@ -96,7 +101,7 @@ bool sim_phases(const sim_case *c, const sim_tables *t, sim_result *o)
     o->link_bytes_max = ports * (x_bytes + y_bytes);
     o->flops = (backward ? 12 : 6) * h * width * l.rows_mean * t->num_ranks;
     if (c->dims.shared_intermediate) {
-        double dense = 2 * gemm_seconds(c, tokens, (double)c->dims.shared_intermediate * 1.5, h) * (backward ? 2 : 1);
+        double dense = 2 * gemm_seconds(c, tokens, (double)c->dims.shared_intermediate * 1.5, h, 1) * (backward ? 2 : 1);
         o->kernel += dense;
         o->seconds += dense;
         o->flops += (backward ? 12 : 6) * h * tokens * t->num_ranks * (double)c->dims.shared_intermediate;

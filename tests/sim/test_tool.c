@@ -141,6 +141,8 @@ TEST(refusals_are_sentences)
     CHECK_STR(err, "sms is 1.5");
     CHECK_EQ(run(command_simulate, SMALL "--comm-sms 132 --strategy mok --ranks 2"), 2);
     CHECK_STR(err, "leave no cluster");
+    CHECK_EQ(run(command_simulate, SMALL "--ranks 16"), 2);
+    CHECK_STR(err, "16 ranks, but profile h200-x8 is an NVLink domain of 8 GPUs");
     CHECK_EQ(run(command_simulate, SMALL "--dtype fp4"), 2);
     CHECK_STR(err, "must be bf16 or mxfp8");
     const char *bad = path_of("bad.json");
@@ -178,9 +180,9 @@ TEST(tune_finds_no_worse_than_the_plan)
     for (int i = 0; i < 2; i++) {
         const json_value *pass = json_get(v, passes[i]);
         double best = number(pass, "seconds");
-        CHECK_LE(best, number(pass, "plan_seconds"));
+        CHECK_LE(best, 1.001 * number(pass, "plan_seconds"));
         for (const json_value *t = json_get(pass, "tried")->first; t; t = t->next)
-            CHECK(!(number(t, "seconds") < best));
+            CHECK(!(number(t, "seconds") < 0.998 * best)); /* ties go to the smaller minibatch */
         CHECK_LE(2 * number(pass, "minibatch_rows"), number(v, "ring_rows"));
     }
     CHECK_LE(number(v, "gain_least"), number(v, "gain_most"));
