@@ -193,6 +193,10 @@ class ScheduleInfo(_Versioned):
     )
 
 
+class TraceEvent(ctypes.Structure):
+    _fields_ = _fields(c_uint64, "begin_ns end_ns link_bytes") + _fields(c_int32, "rank track lane sm kind tile part shared")
+
+
 class MxQuantiseArgs(_Versioned):
     _fields_ = (
         _HEAD + [("backend", _ENUM)] + _fields(c_int64, "count rows cols") + _fields(c_void_p, "source data scales transposed transposed_scales not_finite")
@@ -244,6 +248,12 @@ _FUNCTIONS = {
     "mok_poll": (_ENUM, [c_void_p]),
     "mok_get_stats": (_ENUM, [c_void_p, POINTER(Stats)]),
     "mok_schedule_query": (_ENUM, [c_void_p, c_void_p, POINTER(ScheduleInfo)]),
+    "mok_trace_start": (_ENUM, [c_void_p, c_int64]),
+    "mok_trace_stop": (_ENUM, [c_void_p]),
+    "mok_trace_read": (_ENUM, [c_void_p, POINTER(TraceEvent), POINTER(c_int64), POINTER(c_int64)]),
+    "mok_trace_save": (_ENUM, [POINTER(TraceEvent), c_int64, _ENUM, c_char_p]),
+    "mok_trace_kind_name": (c_char_p, [c_int32]),
+    "mok_trace_kind_group": (c_char_p, [c_int32]),
     "mok_mx_quantise": (_ENUM, [POINTER(MxQuantiseArgs), c_void_p]),
     "mok_mx_scale_bytes": (c_int64, [c_int64, c_int64]),
     "mok_set_log": (None, [c_void_p, c_void_p]),
