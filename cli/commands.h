@@ -11,7 +11,9 @@
     X(simulate, "a layer on machines that are not here, from the real schedule and a machine profile")              \
     X(tune, "communication SMs, minibatch and ring for a machine, by simulating them")                              \
     X(calibrate, "fits a machine profile to measured passes")                                                       \
+    X(doctor, "what ranks need on this machine, whether it is there, and what to change")                           \
     X(trace, "who did what when in a pass: summary, picture, or a file for ui.perfetto.dev")                        \
+    X(soak, "random steps, every one checked, with faults in between")                                              \
     X(train, "a small language model over several ranks, with the same bits for any number of them")
 
 #define COMMAND_DECLARE(name, summary) int command_##name(int argc, char **argv);

@@ -468,6 +468,19 @@ typedef struct mok_schedule_info {
 } mok_schedule_info;
 MOK_API mok_status mok_schedule_query(mok_workspace *workspace, const void *schedule, mok_schedule_info *out);
 
+/* What stands in the way on this machine, and what to change. */
+typedef enum mok_finding_state { MOK_FINDING_GOOD = 0, MOK_FINDING_SKIPPED = 1, MOK_FINDING_WARNING = 2, MOK_FINDING_BAD = 3 } mok_finding_state;
+typedef struct mok_finding {
+    char check[24];             /* "driver", "peer access", … */
+    mok_finding_state state;
+    char detail[480];           /* what was found, with its numbers, or why it was skipped */
+    char advice[320];           /* what to change; "" if nothing */
+} mok_finding;
+/* Looks at everything that ranks need: driver, devices, access between them and its rate (a short copy), handles for shared memory, sockets, and
+ * ends with a verdict. Takes a second with GPUs and little memory of theirs, gives it back. *count: room in, number out; findings NULL: only the number.
+ * MOK_DOCTOR_FAULT=<name> in the environment makes a check find a fault that is not there, for tests; the names are in src/api/doctor.c. */
+MOK_API mok_status mok_doctor(mok_finding *findings, int32_t *count);
+
 /* --- traces: what every role of every CTA (cuda), or every worker (cpu), did and when. Off by default, and free when off. ------------------ */
 /* X(kind, group, what happens meanwhile): the group is the unit of summaries. The kind `call` marks a call's beginning; its `part` is the mok_call_kind. */
 #define MOK_TRACE_KIND_LIST(X)                                                                  \
