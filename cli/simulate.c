@@ -239,7 +239,7 @@ static bool settle_routing(simulate_settings *s, const char *text, char *error, 
     return s->ids != NULL;
 }
 
-/* One SVG: time over ranks if there are several numbers of ranks, else links and ring over time. */
+/* Every number of ranks, pass and strategy that was asked for. */
 static bool run_all(simulate_settings *s, const arg_int_list *ranks, simulate_view *v, char *error, size_t error_size)
 {
     for (size_t p = 0; p < ranks->count; p++)

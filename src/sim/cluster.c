@@ -85,7 +85,7 @@ static void start(sim_state *s, sim_cluster *u, int32_t actor, double now)
     sim_cost cost = sim_task_cost(s, r, u->task);
     double begin = now + (u->stalled ? p->stall_us * 1e-6 : 0);
     begin = begin > u->slot_free[u->slot] ? begin : u->slot_free[u->slot];
-    double compute = cost.flops / s->task_rate + p->task_us * 1e-6, end = begin + compute;
+    double compute = cost.flops / s->task_rate + p->task_us * 1e-6 + cost.extra, end = begin + compute;
     double memory = sim_memory(r, p, cost.hbm_bytes, begin), lost = r->debt < 0.5 * compute ? r->debt : 0.5 * compute;
     r->debt -= lost;
     note_idle(s, u, begin);

@@ -88,7 +88,7 @@ sim_cost sim_task_cost(sim_state *s, sim_rank *r, mk_task task)
     case MK_TASK_SHARED_DGRAD_DOWN:
         cost = task.kind == MK_TASK_DGRAD_DOWN ? product(s, r, task, 1, d->hidden, g->dgrad_down, false)
                                                : product(s, r, task, 1, d->hidden, g->shared_dgrad_down, true);
-        cost.epilogue += swiglu_bwd;
+        cost.extra = swiglu_bwd;
         cost.hbm_bytes += 5.0 * MK_ROW_TILE * s->c->profile.tile_cols * s->c->profile.cluster * 2; /* gate, up in; dgate, dup, w h out */
         return cost;
     case MK_TASK_WGRAD: {

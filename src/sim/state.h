@@ -94,7 +94,7 @@ void sim_stage(sim_state *s, int32_t kind, double start, double end, double per)
 const char *sim_task_name(int32_t kind);
 
 /* cost.c */
-typedef struct sim_cost { double flops, hbm_bytes, epilogue; } sim_cost; /* flops include padding */
+typedef struct sim_cost { double flops, hbm_bytes, epilogue, extra; } sim_cost; /* flops include padding; extra: seconds that nothing hides */
 sim_cost sim_task_cost(sim_state *s, sim_rank *r, mk_task task);
 
 /* cluster.c, mover.c */
