@@ -42,8 +42,8 @@ float mk_cpu_s3_swiglu_bwd(const float *dh, const mk_bf16 *gate, const mk_bf16 *
         product[i] = dh[i] * h;
         /* silu'(g) = s + g s (1 - s); nothing flows through a limit that was hit */
         float slope = fmaf(silu, 1.0f - s, s);
-        dgate[i] = mk_float_to_bf16(g == gl ? d * ul * slope : 0.0f);
-        dup[i] = mk_float_to_bf16(u == ul ? d * silu : 0.0f);
+        dgate[i] = mk_float_to_bf16(g > gl ? 0.0f : d * ul * slope);
+        dup[i] = mk_float_to_bf16(u > ul || u < ul ? 0.0f : d * silu);
         weighted_h[i] = mk_float_to_bf16(weight * h);
     }
     return tree_sum(product);

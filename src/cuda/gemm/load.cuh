@@ -22,8 +22,10 @@ template <class Tile> MK_DEVICE void post_task(GemmShared<Tile> &s, uint32_t slo
 template <class Tile, class Program> MK_DEVICE void gemm_schedule(GemmShared<Tile> &s, Program &program)
 {
     RingCursor<kTaskSlots> at;
+    uint32_t next = program.next();
     for (bool more = true; more; at.next()) {
-        const uint32_t number = program.next(); /* drawn before there is room for it, which hides the ticket's latency */
+        const uint32_t number = next;
+        next = program.next(); /* drawn a task ahead, which hides the ticket's latency; the last one is drawn in vain */
         wait_mbar_cluster(smem_addr(&s.task_empty[at.slot]), at.parity ^ 1, "gemm_schedule: free task slot");
         for (uint32_t rank = 0; rank < Tile::cluster; rank++) {
             GemmTask task = {};

@@ -27,7 +27,7 @@ MK_ENTRY MK_KERNEL(kGemmThreads) mok_backward_fused(MK_KERNEL_PARAM mk_backward_
         BackwardMath{p, s}.run(warp / 4 - 1);
     } else {
         registers_lower<kBackwardRegistersOther>();
-        BackwardProgram program = {p, s, t, {-1, 0}, ~0u, {}};
+        BackwardProgram program = {p, s, t, {-1, 0}, ~0u, {}, 0};
         if (warp == 0 && lane_idx() == 0)
             backward_load(p, s);
         else if (warp == 1 && lane_idx() == 0 && cluster_rank() == 0)

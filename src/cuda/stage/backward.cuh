@@ -122,36 +122,46 @@ struct BackwardProgram {
     BackwardShared &s;
     mk_table t;
     mk_walk_cursor at;
-    uint32_t last_number; /* a task is asked for once for each CTA */
-    mk_task last;
+    uint32_t last_number; /* a task is asked for once for each CTA of the cluster, one after the other */
+    GemmTask last;        /* as it is for rank 0; kind NONE: there are no more */
+    int32_t cols;         /* from one rank's columns to the next's */
 
     MK_MEMBER uint32_t next() const { return s.first + ticket_take_relaxed_gpu(&device_state(p.rank)->tickets[0], 1); }
 
     MK_MEMBER bool task(uint32_t number, uint32_t rank, GemmTask &task)
     {
         if (number != last_number)
-            last = number < s.end ? mk_walk_task_after(&s.walk, number, &at) : mk_task_make(MK_TASK_NONE, 0, 0);
+            work_out(number < s.end ? mk_walk_task_after(&s.walk, number, &at) : mk_task_make(MK_TASK_NONE, 0, 0));
         last_number = number;
-        const mk_task next = last;
-        if (next.kind == MK_TASK_NONE)
+        if (last.kind == MK_TASK_NONE)
             return false;
-        task.kind = next.kind;
-        task.tag = next.tile;
-        if (stage_of(next.kind) == MK_TASK_WGRAD)
-            wgrad_task(next, rank, task);
-        else
-            row_task(next, rank, task);
+        task = last;
+        task.col += (int32_t)rank * cols;
         return true;
     }
 
 private:
-    MK_MEMBER void row_task(const mk_task &next, uint32_t rank, GemmTask &task) const
+    MK_MEMBER void work_out(const mk_task &next)
+    {
+        last = {};
+        last.kind = next.kind;
+        last.tag = next.tile;
+        if (next.kind == MK_TASK_NONE)
+            return;
+        if (stage_of(next.kind) == MK_TASK_WGRAD)
+            wgrad_task(next, last);
+        else
+            row_task(next, last);
+    }
+
+    MK_MEMBER void row_task(const mk_task &next, GemmTask &task)
     {
         const mk_dims &d = p.rank.dims;
         const bool shared = is_shared_task(next.kind);
-        const int32_t stage = stage_of(next.kind), cols = (int32_t)(stage == MK_TASK_GATE_UP ? TileBackward::cols / 2 : TileBackward::cols);
+        const int32_t stage = stage_of(next.kind);
         const int64_t width = shared ? d.shared_intermediate : d.intermediate;
-        task.col = (next.part * (int32_t)TileBackward::cluster + (int32_t)rank) * cols;
+        cols = (int32_t)(stage == MK_TASK_GATE_UP ? TileBackward::cols / 2 : TileBackward::cols);
+        task.col = next.part * (int32_t)TileBackward::cluster * cols;
         task.num_k_blocks = (int32_t)((stage == MK_TASK_DGRAD_GATE_UP ? 2 * width : d.hidden) / kBlockK);
         task.out_row = next.tile * MK_ROW_TILE;
         if (shared ? shared_is_saved(p) : next.tile < s.walk.replay_from)
@@ -166,7 +176,7 @@ private:
         task.num_rows = (int32_t)mk_valid_rows(&t, next.tile);
     }
 
-    MK_MEMBER void wgrad_task(const mk_task &next, uint32_t rank, GemmTask &task) const
+    MK_MEMBER void wgrad_task(const mk_task &next, GemmTask &task)
     {
         const mk_dims &d = p.rank.dims;
         const bool shared = is_shared_task(next.kind);
@@ -183,7 +193,8 @@ private:
         }
         task.kind |= part.matrix << WGRAD_MATRIX_SHIFT | flags;
         task.out_row = part.row;
-        task.col = part.col + (int32_t)(rank * TileBackward::cols);
+        task.col = part.col;
+        cols = (int32_t)TileBackward::cols;
         /* A contraction over nothing is one block, all of it zeroed. */
         task.num_k_blocks = (int32_t)mk_max(mk_ceil_div(task.num_rows, kBlockK), 1);
     }

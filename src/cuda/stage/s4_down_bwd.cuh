@@ -18,7 +18,8 @@ MK_DEVICE SwigluGrad swiglu_backward(float dh, float gate, float up, float weigh
     const float s = reciprocal_approx(1.0f + exp2_approx(g * -1.44269504f)), silu = g * s;
     const float h = bits_to_float(pack_bf16(0.0f, silu * u) & 0xffff0000u); /* as the forward rounded it */
     const float d = weight * dh, slope = fused_multiply_add(silu, 1.0f - s, s);
-    return {g == gate ? d * u * slope : 0.0f, u == up ? d * silu : 0.0f, weight * h, dh * h}; /* nothing flows through a limit that was hit */
+    /* nothing flows through a limit that was hit; a NaN does */
+    return {gate > g ? 0.0f : d * u * slope, up > u || up < u ? 0.0f : d * silu, weight * h, dh * h};
 }
 
 /* Buffers says where things are, each time anew (which costs no register between): gate(task), up(task), const bf16 *, moved so that
