@@ -3,6 +3,7 @@
 #define TEST_WATCHDOG 900
 #include "test.h"
 
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -23,6 +24,7 @@ struct Run {
     bool two_calls = false, recompute = false, accumulate = false;
     mok_dtype dtype = MOK_FP32;
     uint32_t resident = 2;
+    bool traced = false;
 };
 
 /* Everything that a step makes. The shared expert's weight gradients are per rank, so only one rank's are comparable. */
@@ -31,10 +33,40 @@ struct Gradients {
     std::vector<float> drouter;
     std::vector<uint8_t> weights[3], shared[4];
     mok_stats stats = {};
+    int64_t link_bytes = 0;  /* that all ranks counted */
     bool ok = false;
 };
 
 static const char *const kWeights[] = {"dgate", "dup", "ddown"}, *const kShared[] = {"dshared_gate", "dshared_up", "dshared_down", "dshared_output_gate"};
+
+/* What traces of all ranks hold. */
+static struct Traced {
+    std::mutex lock;
+    int64_t kinds[MOK_NUM_TRACE_KINDS], link_bytes, lost;
+} traced;
+
+static void start_trace(mok_workspace *w, void *)
+{
+    if (mok_trace_start(w, 0) != MOK_OK)
+        TEST_FAILED("%s", mok_last_error());
+}
+
+static void read_trace(mok_workspace *w, void *)
+{
+    int64_t count = 0, lost = 0;
+    if (mok_trace_read(w, nullptr, &count, nullptr) != MOK_OK)
+        TEST_FAILED("%s", mok_last_error());
+    std::vector<mok_trace_event> events((size_t)count);
+    if (mok_trace_read(w, events.data(), &count, &lost) != MOK_OK)
+        TEST_FAILED("%s", mok_last_error());
+    std::lock_guard<std::mutex> hold(traced.lock);
+    traced.lost += lost;
+    for (const mok_trace_event &e : events) {
+        CHECK(e.end_ns >= e.begin_ns);
+        traced.kinds[e.kind]++;
+        traced.link_bytes += (int64_t)e.link_bytes;
+    }
+}
 
 static Gradients run_layer(const layer_problem &problem, const Run &run)
 {
@@ -58,6 +90,8 @@ static Gradients run_layer(const layer_problem &problem, const Run &run)
     o.recompute = run.recompute;
     o.grad_dtype = run.dtype;
     o.accumulate = run.accumulate;
+    o.before_pass = run.traced ? start_trace : nullptr;
+    o.after_pass = run.traced ? read_trace : nullptr;
     setenv("MOK_BACKWARD", run.backward ? run.backward : "fused", 1);
     emulated::plug_in(test_seed(), run.resident);
     if (!layer_result_make(&r, &problem, &o)) {
@@ -89,6 +123,8 @@ static Gradients run_layer(const layer_problem &problem, const Run &run)
     for (size_t i = 0; i < 4 && shared; i++)
         got.shared[i].assign(shared_grads[i], shared_grads[i] + shared_bytes[i]);
     got.stats = r.stats[0];
+    for (int32_t i = 0; i < run.ranks; i++)
+        got.link_bytes += r.stats[i].bytes_pulled_peer + r.stats[i].bytes_pushed_peer;
     layer_result_free(&r);
     unsetenv("MOK_BACKWARD");
     return got;
@@ -247,6 +283,30 @@ TEST(bf16_gradients_accumulated_or_fresh_in_one_call_or_two)
     compare(p, {two_calls}, MOK_BF16);
     compare(p, {two_calls}, MOK_BF16, true);
     compare(p, {two_calls}, MOK_FP32, true);
+    layer_free(&p);
+}
+
+/* The traced step has the bits of the one without, and its trace has every product with its epilogue, and the bytes that were counted. */
+TEST(a_step_is_traced)
+{
+    layer_problem p = make_problem(150, 64);
+    Run plain = make_run("two ranks", 2, 512, 128, MOK_SAVE_NONE), watched = plain;
+    watched.name = "two ranks, traced";
+    watched.traced = true;
+    const Gradients one = run_layer(p, plain), got = run_layer(p, watched);
+    check_bits(watched, got, one);
+    const int64_t *k = traced.kinds;
+    CHECK_EQ(traced.lost, 0);
+    for (int kind : {MOK_TRACE_s2_gate_up, MOK_TRACE_s4_down, MOK_TRACE_s4_down_bwd, MOK_TRACE_s2_gate_up_bwd, MOK_TRACE_wgrad}) {
+        CHECK(k[kind] > 0);
+        CHECK_EQ(k[kind], k[kind + 1]);
+    }
+    CHECK_EQ(k[MOK_TRACE_call], 2 * 3);
+    CHECK(k[MOK_TRACE_s1_dispatch] > 0 && k[MOK_TRACE_wait_operands] > 0 && k[MOK_TRACE_s5_reduce] > 0 && k[MOK_TRACE_s5_reduce_bwd] > 0);
+    /* dx rows; their router-weight gradients (4 bytes of each) are not in the trace of a GPU. */
+    const int64_t weights = (got.link_bytes - traced.link_bytes) / 4;
+    printf("  %lld bytes between ranks, %lld counted, the difference is %lld router-weight gradients\n", (long long)traced.link_bytes, (long long)got.link_bytes, (long long)weights);
+    CHECK(weights > 0 && weights * 4 == got.link_bytes - traced.link_bytes && weights <= 150 * p.cfg.topk);
     layer_free(&p);
 }
 

@@ -41,6 +41,8 @@ MK_ENTRY MK_KERNEL(kGemmThreads) mok_backward_fused(MK_KERNEL_PARAM mk_backward_
     /* Nobody leaves while a CTA of the cluster may still arrive here or send data. */
     barrier_cluster_arrive_release();
     barrier_cluster_wait_acquire();
+    if (thread_idx() == 0)
+        trace_close(p.rank, s.trace);
 }
 #endif
 
@@ -52,6 +54,7 @@ MK_ENTRY MK_KERNEL(256) mok_shared_scale(MK_KERNEL_PARAM mk_combine_bwd_params p
 
 MK_ENTRY MK_KERNEL(256) mok_s5_combine_bwd(MK_KERNEL_PARAM mk_combine_bwd_params p)
 {
+    const TraceLaunch trace(p.rank, MK_TRACE_s5_reduce_bwd);
     if (!skipped(p.rank))
         s5_combine_bwd(p);
 }

@@ -47,7 +47,7 @@ enum { MK_SMALL_SHARED = 4096 };          /* dynamic shared memory of every kern
 enum { MK_GEMM_SHARED_WIDE = 230400, MK_GEMM_SHARED_NARROW = 230400 };
 enum { MK_DISPATCH_AREA = 32768 };        /* bytes of the dispatch slots: two rows of H 7168, four of H 4096, eight of H 2048 */
 enum { MK_DISPATCH_SHARED = MK_DISPATCH_AREA + 384 }; /* with their mbarriers and records */
-enum { MK_BACKWARD_SHARED = 231424 };
+enum { MK_BACKWARD_SHARED = 232448 };      /* with what tasks leave for their epilogues, and the trace: all there is */
 enum { MK_FORWARD_SHARED = 231424 };      /* five stages and a dispatch slot (checked in forward.cuh) */
 
 /* A fault as the host reads it, while kernels run: pinned host memory. Whoever writes mk_device_state.fault writes this too: the heads (of

@@ -41,6 +41,7 @@ struct BackwardShared {
     uint32_t first, end;        /* task numbers of this launch */
     uint64_t ready[kTaskSlots]; /* one arrival of the wait role: the operands of the task in that slot are there */
     MathState math[kMathWarps];
+    TraceShared trace;
 };
 static_assert(sizeof(BackwardShared) == MK_BACKWARD_SHARED, "what the host asks for");
 
@@ -112,6 +113,7 @@ MK_DEVICE void backward_init(const mk_backward_params &p, const mk_table &t, Bac
         mk_walk_range(&s.walk, (mk_task_kind)p.kind, p.step, &first, &end);
     s.first = (uint32_t)first;
     s.end = (uint32_t)end;
+    trace_init(p.rank, s.trace);
 }
 
 /* ---- the program ---- */
@@ -293,14 +295,25 @@ MK_DEVICE void backward_load(const mk_backward_params &p, BackwardShared &s)
 
 /* ---- the wait role ---- */
 
+MK_DEVICE void backward_trace(const mk_backward_params &p, BackwardShared &s, const GemmTask &task, uint32_t number)
+{
+    const mk_task_kind kind = (mk_task_kind)(task.kind & TASK_KIND_MASK);
+    const uint32_t part = (uint32_t)task.col / (stage_of(kind) == MK_TASK_GATE_UP ? TileBackward::cols / 2 : TileBackward::cols);
+    trace_task(p.rank, s.trace, kind, task.tag, part, number % 2 ? MK_TRACE_LANE_math1 : MK_TRACE_LANE_math0,
+               kind == MK_TASK_DGRAD_GATE_UP ? trace_row_bytes(p.rank, task.col, TileBackward::cols) : 0);
+    trace_begin(p.rank, s.trace, MK_TRACE_LANE_wait, MK_TRACE_wait_operands, task.tag, part, mk_trace_is_shared(kind));
+}
+
 /* One warp of each CTA, tasks ahead of the load thread; its lanes share the counters of a need. Acquire: what a task reads has been
  * written, what it overwrites has been read; pairs with the releases of s1_dispatch and of BackwardMath. Handed on by the arrive. */
 MK_DEVICE void backward_wait(const mk_backward_params &p, const mk_table &t, BackwardShared &s)
 {
     TaskReader<TileBackward> tasks;
     int32_t last_kind = MK_TASK_NONE, last_tag = 0;
-    for (;; tasks.at.next()) {
+    for (uint32_t number = 0;; tasks.at.next(), number++) {
         const GemmTask task = tasks.wait(s.gemm);
+        if (lane_idx() == 0 && task.num_k_blocks != 0)
+            backward_trace(p, s, task, number);
         const bool waited = (task.kind & TASK_KIND_MASK) == last_kind && task.tag == last_tag; /* parts of one piece come one after the other */
         last_kind = task.kind & TASK_KIND_MASK;
         last_tag = task.tag;
@@ -313,6 +326,8 @@ MK_DEVICE void backward_wait(const mk_backward_params &p, const mk_table &t, Bac
         if (lane_idx() == 0) {
             mbar_arrive_release_cta(smem_addr(&s.ready[tasks.at.slot]));
             tasks.release(s.gemm);
+            if (task.num_k_blocks != 0)
+                trace_end(p.rank, s.trace, MK_TRACE_LANE_wait);
         }
         if (task.num_k_blocks == 0)
             return;
@@ -490,6 +505,7 @@ struct BackwardMath {
             if (stage_of(task.kind & TASK_KIND_MASK) == MK_TASK_DGRAD_DOWN)
                 swiglu_epilogue().prefetch(state.task, out);
             barrier_named_sync(BARRIER_MATH_TURN + warpgroup, both);
+            trace_stamp(p.rank, s.trace, turn, TRACE_PRODUCT_BEGINS);
             const uint32_t last = multiply(task, acc, at, warpgroup, out);
             barrier_named_arrive(BARRIER_MATH_TURN + (warpgroup ^ 1), both);
             acc.wait_all();
@@ -500,7 +516,10 @@ struct BackwardMath {
                 store(&state.turn, turn);
             }
             sync_warp();
+            trace_stamp(p.rank, s.trace, state.turn, TRACE_EPILOGUE_BEGINS);
             finish(state.task, acc, out);
+            if (trace_on(p.rank) && out.row == 0 && lane_idx() == 0) /* trace_stamp, with what is in registers here */
+                store(&s.trace.task[load(&state.turn) % TRACE_TASKS].stamp[TRACE_EPILOGUE_ENDS], time_ns());
             tasks.at = load(&state.tasks);
             at = load(&state.stages);
             turn = load(&state.turn);
@@ -512,7 +531,7 @@ struct BackwardMath {
 /* The dispatch role: one warp of each CTA. Rows come from the state's second ticket, in the order of the walk. */
 MK_DEVICE void backward_dispatch(const mk_backward_params &p, const mk_table &t, BackwardShared &s)
 {
-    Dispatch dispatch(p.rank, t, s.dispatch, &s.walk);
+    Dispatch dispatch(p.rank, t, s.dispatch, &s.walk, &s.trace);
     int64_t first = 0, end = s.walk.num_tiles;
     if (p.kind && p.kind != MK_TASK_DISPATCH)
         return;
