@@ -197,6 +197,10 @@ class TraceEvent(ctypes.Structure):
     _fields_ = _fields(c_uint64, "begin_ns end_ns link_bytes") + _fields(c_int32, "rank track lane sm kind tile part shared")
 
 
+class Finding(ctypes.Structure):
+    _fields_ = [("check", c_char * 24), ("state", _ENUM), ("detail", c_char * 480), ("advice", c_char * 320)]
+
+
 class MxQuantiseArgs(_Versioned):
     _fields_ = (
         _HEAD + [("backend", _ENUM)] + _fields(c_int64, "count rows cols") + _fields(c_void_p, "source data scales transposed transposed_scales not_finite")
@@ -254,6 +258,7 @@ _FUNCTIONS = {
     "mok_trace_save": (_ENUM, [POINTER(TraceEvent), c_int64, _ENUM, c_char_p]),
     "mok_trace_kind_name": (c_char_p, [c_int32]),
     "mok_trace_kind_group": (c_char_p, [c_int32]),
+    "mok_doctor": (_ENUM, [POINTER(Finding), POINTER(c_int32)]),
     "mok_mx_quantise": (_ENUM, [POINTER(MxQuantiseArgs), c_void_p]),
     "mok_mx_scale_bytes": (c_int64, [c_int64, c_int64]),
     "mok_set_log": (None, [c_void_p, c_void_p]),
