@@ -8,6 +8,7 @@
 #include <time.h>
 
 #include "base/error.h"
+#include "base/log.h"
 #include "peer/group.h"
 
 typedef struct mk_message {
@@ -47,16 +48,44 @@ static struct timespec deadline_after(int64_t ms)
     return t;
 }
 
-/* Under the lock: names the ranks that are not here, for everyone who waits. */
-static void give_up(mk_rendezvous *v)
+/* Under the lock: the ranks that are not here. */
+static void name_missing(const mk_rendezvous *v, char *text, size_t bytes)
 {
     size_t used = 0;
-    v->missing[0] = 0;
-    for (int32_t r = 0; r < v->size && used < sizeof v->missing - 12; r++)
+    text[0] = 0;
+    for (int32_t r = 0; r < v->size && used < bytes - 12; r++)
         if (!v->sent[r].data)
-            used += (size_t)snprintf(v->missing + used, sizeof v->missing - used, " %d", r);
+            used += (size_t)snprintf(text + used, bytes - used, " %d", r);
+}
+
+/* Under the lock: for everyone who waits. */
+static void give_up(mk_rendezvous *v)
+{
+    name_missing(v, v->missing, sizeof v->missing);
     v->broken = true;
     pthread_cond_broadcast(&v->changed);
+}
+
+static bool before(const struct timespec *a, const struct timespec *b)
+{
+    return a->tv_sec != b->tv_sec ? a->tv_sec < b->tv_sec : a->tv_nsec < b->tv_nsec;
+}
+
+/* Under the lock. True: the time is over. A wait that is long, but not over, is worth a line now and then. */
+static bool wait_a_while(const mok_group *g, const struct timespec *deadline, int64_t *report_ms, uint64_t round)
+{
+    mk_rendezvous *v = g->local;
+    char missing[128];
+    struct timespec report = deadline_after(*report_ms);
+    bool last = !before(&report, deadline);
+    if (pthread_cond_timedwait(&v->changed, &v->lock, last ? deadline : &report) != ETIMEDOUT || v->round != round || v->broken)
+        return false;
+    if (last)
+        return true;
+    name_missing(v, missing, sizeof missing);
+    mk_log("rank %d waits at a rendezvous of %d ranks for late ones:%s", g->rank, v->size, missing);
+    *report_ms *= 2;
+    return false;
 }
 
 static mok_status fail_broken(const mok_group *g, const mk_rendezvous *v, int64_t timeout_ms, bool waited)
@@ -72,6 +101,7 @@ static mok_status meet(mok_group *g, const void *send, size_t bytes, int64_t tim
 {
     mk_rendezvous *v = g->local;
     struct timespec deadline = deadline_after(timeout_ms);
+    int64_t report_ms = MK_LATE_MS;
     bool waited = false;
     pthread_mutex_lock(&v->lock);
     uint64_t round = v->round;
@@ -84,7 +114,7 @@ static mok_status meet(mok_group *g, const void *send, size_t bytes, int64_t tim
         }
     }
     while (v->round == round && !v->broken)
-        if (pthread_cond_timedwait(&v->changed, &v->lock, &deadline) == ETIMEDOUT && v->round == round && !v->broken) {
+        if (wait_a_while(g, &deadline, &report_ms, round)) {
             waited = true;
             give_up(v);
         }

@@ -233,6 +233,33 @@ TEST(F2_a_rank_does_not_destroy)
     ranks_run(P, &c, destroy_without, &through);
 }
 
+/* --- late at a rendezvous of threads: creation ---------------------------------------------------------------------------------- */
+static char log_text[512];
+static void keep_line(void *user, const char *text)
+{
+    (void)user;
+    snprintf(log_text + strlen(log_text), sizeof log_text - strlen(log_text), "%s\n", text);
+}
+
+static void late_creation_body(ranks_env *e)
+{
+    mok_config c = good_config();
+    mok_workspace *w = NULL;
+    if (e->rank == 1)
+        usleep(1300 * 1000);
+    RANKS_OK(mok_workspace_create(e->group, &c, &w));
+    mok_workspace_destroy(w);
+}
+
+TEST(C8_a_rank_late_to_creation_is_logged_and_waited_for)
+{
+    log_text[0] = 0;
+    mok_set_log(keep_line, NULL);
+    ranks_run(2, NULL, late_creation_body, NULL);
+    mok_set_log(NULL, NULL);
+    CHECK_STR(log_text, "rank 0 waits at a rendezvous of 2 ranks for late ones: 1");
+}
+
 int main(int argc, char **argv)
 {
     return test_main(argc, argv);
