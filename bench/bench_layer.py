@@ -154,7 +154,7 @@ class Layer:
         self.shared = self._shared_width(shared, options)
         self._make_tensors(options.seed)
         shape = mok.Shape(self.hidden, self.width, self.declared, self.topk, self.tokens, shared_intermediate=self.shared,
-                          gate_up="combined", save=options.save)
+                          gate_up="combined", save=options.save, ring_rows=options.ring_rows)
         self.workspace = mok.Workspace(shape, group)
         self.schedule = self.workspace.schedule(self.ids)[0]
         self.workspace.wait()
@@ -392,7 +392,7 @@ def record_of(layer, what, mode, times, host, error, machine, commit, options):
     ms = statistics.median(times["mok"])
     record = {
         "shape": layer.name, "T": layer.tokens, "H": layer.hidden, "I": layer.width, "E": layer.experts, "K": layer.topk, "ranks": layer.group.size,
-        "shared": layer.shared, "dtype": "bf16", "pass": what, "mode": mode,
+        "shared": layer.shared, "save": options.save, "ring_rows": layer.workspace.plan.ring_rows, "dtype": "bf16", "pass": what, "mode": mode,
         "ms": {"p50": ms, "p99": percentile(times["mok"], 0.99)},
         "tflops": flops / ms * 1e-9, "dense_tflops": layer.dense_flops(what) / statistics.median(times["dense"]) * 1e-9,
         "dense_ratio": dense[1], "dense_ratio_quartiles": dense,
@@ -468,6 +468,7 @@ def parse(arguments=None):
     p.add_argument("--scale", type=int, default=1, help="divide tokens and widths, to try the program on a small machine")
     p.add_argument("--shared", action="store_true", help="with the model's shared expert (left out of ratios otherwise)")
     p.add_argument("--save", default="auto", help="save policy of MoK's context")
+    p.add_argument("--ring-rows", type=int, default=0, help="rows of the ring; default: as the library chooses")
     p.add_argument("--seed", type=int, default=1)
     p.add_argument("--other-baseline", help="a Python file with layer(x, ids, weights, gate_up, down, ranks); the faster of the two counts")
     p.add_argument("--json", help="write the records here")
