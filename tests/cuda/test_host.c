@@ -902,6 +902,44 @@ TEST(a_rank_that_does_not_come_breaks_the_workspace)
 }
 
 /* --- stats, memory, schedule head ----------------------------------------------------------------------------------------- */
+/* --- late is no error: the device says so, the host logs it once ------------------------------------------------------------- */
+static void come_late(const char *name, const void *params)
+{
+    const mk_open_params *p = (const mk_open_params *)params;
+    if (!strcmp(name, "mok_call_check"))
+        p->rank.host_fault->late = (mk_late){.rank = 2, .waited_ms = 1500, .call = 4};
+}
+
+static char late_lines[512];
+static void keep_line(void *user, const char *text)
+{
+    (void)user;
+    snprintf(late_lines + strlen(late_lines), sizeof late_lines - strlen(late_lines), "%s;", text);
+}
+
+static void late_body(rank_env *e)
+{
+    mok_schedule_args s = schedule_args(e);
+    EXPECT(mok_schedule(e->w, &s, NULL), MOK_OK);
+    fake.on_launch = NULL;
+    EXPECT(mok_wait(e->w), MOK_OK);
+    EXPECT(mok_wait(e->w), MOK_OK);
+}
+
+TEST(C8_a_rank_that_the_device_waited_for_is_logged_once)
+{
+    mok_config cfg = small_config();
+    int32_t device = 0;
+    late_lines[0] = 0;
+    fake_reset(1);
+    fake.on_launch = come_late;
+    mok_set_log(keep_line, NULL);
+    EXPECT(run_ranks(1, &device, &cfg, 300, late_body), MOK_OK);
+    mok_set_log(NULL, NULL);
+    SAME_TEXT(late_lines, "rank 2 was late: rank 0 has waited 1.5 s for it at a barrier on the device (call 4);");
+    check_nothing_left();
+}
+
 static void count_on_device(const char *name, const void *params)
 {
     const mk_open_params *p = (const mk_open_params *)params;

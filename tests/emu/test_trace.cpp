@@ -126,4 +126,39 @@ TEST(a_ring_keeps_the_youngest_events)
     CHECK_EQ(kept.front().kind, MK_TRACE_rank_barrier);
 }
 
+/* A rank that comes two seconds late to a barrier is late, not dead: the others finish, and their host is told. */
+static void sleep_long(const mk_rank_params r)
+{
+    if (mk::thread_idx() == 0) /* until rank 0 is at its first barrier */
+        mk::wait_epoch_sys(mk::in_heap<uint64_t>(r, r.memory.epochs), 1, r.timeout_ns, "sleep_long: rank 0");
+    for (int i = 0; i < 16 && mk::thread_idx() == 0; i++)
+        mk::sleep_ns(0xffffffffu); /* an eighth of a second each, in the emulator's time */
+}
+
+TEST(C8_a_late_rank_is_reported_as_late)
+{
+    LayerShape shape = two_ranks();
+    LayerCase layer(shape, test_seed());
+    std::vector<std::unique_ptr<emu::Buffer<mk_host_fault>>> faults;
+    for (LayerRank &r : layer.ranks) {
+        faults.push_back(layer.buffer<mk_host_fault>("host fault", 1));
+        memset(static_cast<void *>(faults.back()->host()), 0, sizeof(mk_host_fault));
+        r.params.host_fault = faults.back()->device();
+        r.params.timeout_ns = 600000000000ull;
+    }
+    layer.launch(layer.ranks[1], "sleep_long", sleep_long, layer.ranks[1].params, 1, 32);
+    const emu::Result result = layer.run();
+    if (!result.ok) {
+        TEST_FAILED("%s", result.message.c_str());
+        return;
+    }
+    CHECK_EQ(layer.count_differences(), 0);
+    const mk_late &late = faults[0]->host()[0].late;
+    CHECK_EQ(late.rank, 1);
+    CHECK(late.waited_ms >= 1000 && late.waited_ms < 10000);
+    CHECK_EQ(late.call, 1);
+    CHECK_EQ(faults[0]->host()[0].fault.kind, MK_FAULT_NONE);
+    CHECK_EQ(faults[1]->host()[0].late.waited_ms, 0);
+}
+
 int main(int argc, char **argv) { return test_main(argc, argv); }

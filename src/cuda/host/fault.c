@@ -2,6 +2,7 @@
 #include <string.h>
 
 #include "base/error.h"
+#include "base/log.h"
 #include "cuda/host/state.h"
 
 typedef unsigned long long ull;
@@ -61,10 +62,23 @@ static void fetch_heads(const mok_workspace *w, mk_host_fault *record)
         s->api->cuMemcpyDtoH(&record->other, mk_cu_address(w->heaps[rank] + place), sizeof record->other);
 }
 
+/* Late is no error: the device has waited, and the log gets a line. */
+static void log_late(const mok_workspace *w, mk_late *shown)
+{
+    /* Acquire: pairs with the st.release.sys in report_late. */
+    uint32_t ms = __atomic_load_n(&shown->waited_ms, __ATOMIC_ACQUIRE);
+    if (!ms)
+        return;
+    mk_late late = *shown;
+    __atomic_store_n(&shown->waited_ms, 0, __ATOMIC_RELEASE);
+    mk_log("rank %d was late: rank %d has waited %.1f s for it at a barrier on the device (call %llu)", late.rank, w->dims.rank, 1e-3 * ms, (ull)late.call);
+}
+
 mok_status mk_cuda_take_fault(mok_workspace *w, const mk_device_state *idle)
 {
     mk_cuda_state *s = w->state;
     mk_host_fault record;
+    log_late(w, &s->fault->late);
     memset(&record, 0, sizeof record);
     /* Acquire: pairs with the st.release.sys of the kernel that filled the record. */
     bool shown = __atomic_load_n(&s->fault->fault.kind, __ATOMIC_ACQUIRE) != MK_FAULT_NONE;

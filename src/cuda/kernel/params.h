@@ -53,9 +53,15 @@ enum { MK_FORWARD_SHARED = 231424 };      /* five stages and a dispatch slot (ch
 /* A fault as the host reads it, while kernels run: pinned host memory. Whoever writes mk_device_state.fault writes this too: the heads (of
  * a fault that has a call head: rank 0's and fault.rank's), the record, and its kind last, with st.release.sys. The host
  * clears both kinds when it takes the record. */
+typedef struct mk_late {
+    int32_t rank;              /* that came late to a rank barrier, */
+    uint32_t waited_ms;        /* by so much; 0: nobody. Written last, with st.release.sys; the host clears it */
+    uint64_t call;
+} mk_late;
 typedef struct mk_host_fault {
     mk_call_head zero, other;
     mk_fault fault;
+    mk_late late;
 } mk_host_fault;
 
 /* One rank's layer, constant for the life of a workspace. */

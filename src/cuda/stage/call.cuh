@@ -4,6 +4,7 @@
 #define MK_STAGE_CALL_CUH
 
 #include "backend/operation.h"
+#include "base/log.h"
 #include "cuda/stage/stage.cuh"
 #include "cuda/sync/wait.cuh"
 
@@ -155,6 +156,21 @@ MK_DEVICE void fault_set(const mk_rank_params &r, int32_t kind, int32_t rank, co
     flag_store_release_sys(reinterpret_cast<uint32_t *>(&r.host_fault->fault.kind), (uint32_t)kind);
 }
 
+/* One thread, after a barrier that all have come to: a line for the log, if somebody came late. */
+MK_DEVICE void report_late(const mk_rank_params &r, const uint32_t *waited_ms, const int32_t *rank)
+{
+    uint32_t last = 0;
+    for (uint32_t i = 1; i < 128; i++)
+        if (load(&waited_ms[i]) > load(&waited_ms[last]))
+            last = i;
+    if (load(&waited_ms[last]) < MK_LATE_MS || !r.host_fault)
+        return;
+    store(&r.host_fault->late.rank, load(&rank[last]));
+    store(&r.host_fault->late.call, load(&device_state(r)->calls));
+    /* Release: publishes the two above to the host, whose acquire load meets it (cuda/host/fault.c). */
+    flag_store_release_sys(&r.host_fault->late.waited_ms, load(&waited_ms[last]));
+}
+
 /* 128 threads, one block. What this stream's earlier kernels wrote, peers' memory included, is complete. Release: publishes it to
  * rank i, whose acquire in the same place meets it; only own memory is polled. */
 MK_DEVICE void rank_barrier(const mk_rank_params &r)
@@ -162,13 +178,23 @@ MK_DEVICE void rank_barrier(const mk_rank_params &r)
     mk_device_state *state = device_state(r);
     uint64_t *seen = static_cast<uint64_t *>(shared_base()); /* [128] */
     int32_t *late = reinterpret_cast<int32_t *>(seen + 128);   /* [128] rank that did not come, P: none */
+    uint32_t *waited_ms = reinterpret_cast<uint32_t *>(late + 128); /* [128] longest wait of a thread, */
+    int32_t *waited_for = reinterpret_cast<int32_t *>(waited_ms + 128); /* [128] and for whom */
     const uint64_t epoch = load(&state->epoch) + 1;
     const uint32_t thread = thread_idx();
     store(&late[thread], r.dims.num_ranks);
+    store(&waited_ms[thread], 0u);
+    store(&waited_for[thread], 0);
     for (int64_t i = thread; i < r.dims.num_ranks; i += 128)
         flag_store_release_sys(in_peer<uint64_t>(r, i, r.memory.epochs + (int64_t)r.dims.rank * MK_EPOCH_BYTES), epoch);
     for (int64_t i = thread; i < r.dims.num_ranks && load(&late[thread]) == r.dims.num_ranks; i += 128) {
+        const uint64_t begin = time_ns();
         store(&seen[thread], wait_epoch_sys(in_heap<uint64_t>(r, r.memory.epochs + i * MK_EPOCH_BYTES), epoch, r.timeout_ns, "rank_barrier: epoch of a rank"));
+        const uint32_t ms = (uint32_t)((time_ns() - begin) / 1000000u);
+        if (ms > load(&waited_ms[thread])) {
+            store(&waited_ms[thread], ms);
+            store(&waited_for[thread], (int32_t)i);
+        }
         if (load(&seen[thread]) < epoch)
             store(&late[thread], (int32_t)i);
     }
@@ -181,6 +207,8 @@ MK_DEVICE void rank_barrier(const mk_rank_params &r)
             first = i;
     if (load(&late[first]) < r.dims.num_ranks)
         fault_set(r, MK_FAULT_TIMEOUT, load(&late[first]), call_head(r, r.dims.rank, load(&state->calls)), (int64_t)load(&seen[first]), (int64_t)epoch, -1, 0);
+    else
+        report_late(r, waited_ms, waited_for);
     store(&state->epoch, epoch);
 }
 
