@@ -154,7 +154,8 @@ class Layer:
         self.shared = self._shared_width(shared, options)
         self._make_tensors(options.seed)
         shape = mok.Shape(self.hidden, self.width, self.declared, self.topk, self.tokens, shared_intermediate=self.shared,
-                          gate_up="combined", save=options.save, ring_rows=options.ring_rows)
+                          gate_up="combined", save=options.save, ring_rows=options.ring_rows,
+                          minibatch_rows=options.minibatch_rows, minibatch_rows_bwd=options.minibatch_rows)
         self.workspace = mok.Workspace(shape, group)
         self.schedule = self.workspace.schedule(self.ids)[0]
         self.workspace.wait()
@@ -456,7 +457,7 @@ def draw(records, path):
 def parse(arguments=None):
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--device", default=None, choices=("cpu", "cuda"), help="default: cuda if there is one")
-    p.add_argument("--shapes", default="", help="comma-separated parts of shape names; default: the usual ones")
+    p.add_argument("--shapes", default="", help="comma-separated names, or parts of names; default: the usual ones")
     p.add_argument("--all", action="store_true", help="also whole layers of the largest models")
     p.add_argument("--passes", default="forward", help="forward, backward or both, comma-separated")
     p.add_argument("--modes", default="burst,sustained")
@@ -469,13 +470,14 @@ def parse(arguments=None):
     p.add_argument("--shared", action="store_true", help="with the model's shared expert (left out of ratios otherwise)")
     p.add_argument("--save", default="auto", help="save policy of MoK's context")
     p.add_argument("--ring-rows", type=int, default=0, help="rows of the ring; default: as the library chooses")
+    p.add_argument("--minibatch-rows", type=int, default=0, help="rows of a minibatch; default: as the library chooses")
     p.add_argument("--seed", type=int, default=1)
     p.add_argument("--other-baseline", help="a Python file with layer(x, ids, weights, gate_up, down, ranks); the faster of the two counts")
     p.add_argument("--json", help="write the records here")
     p.add_argument("--png", help="draw them here")
     options = p.parse_args(arguments)
     wanted = [part for part in options.shapes.split(",") if part]
-    options.names = [n for n in CASES if any(part in n for part in wanted)] if wanted else list(CASES) if options.all else USUAL
+    options.names = [n for n in CASES if any(part == n or part in n and part not in CASES for part in wanted)] if wanted else list(CASES) if options.all else USUAL
     options.passes, options.modes = options.passes.split(","), options.modes.split(",")
     if not options.names or set(options.passes) - set(PASSES) or set(options.modes) - {"burst", "sustained"}:
         p.error(f"shapes: {', '.join(CASES)}; passes: {', '.join(PASSES)}; modes: burst, sustained")
