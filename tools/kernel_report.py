@@ -28,12 +28,12 @@ COUNTED = [("wgmma", r"HGMMA"), ("tcgen05", r"UTC[HQ]MMA"), ("scales", r"UTCCP")
            ("bulk", r"UBLKCP"), ("clc", r"UGETNEXTWORKID"), ("local", r"(LDL|STL)\b")]
 
 # What kernels are about: chip, kernel, instructions that must be there.
-NOT_ON_BLACKWELL = ["mok_backward_fused"]
 GEMM = r"gate_up|down|wgrad|_fused"
 REQUIRED = [
     ("sm_90", GEMM, [r"HGMMA\.64x(128|256)x16\.F32\.BF16", r"UTMALDG"]),
     ("sm_10", GEMM, [r"UTCHMMA\.2CTA", r"UTCBAR\.2CTA\.MULTICAST", r"LDTM\.16dp256bit", r"UTMALDG\.[23]D\.2CTA", r"UTCATOMSWS\.2CTA"]),
     ("sm_", r"s1_dispatch|_fused", [r"UBLKCP"]),
+    ("sm_10", r"forward_fused", [r"UGETNEXTWORKID"]),
 ]
 
 
@@ -120,9 +120,6 @@ def look_at(chip, name, use, code, shared):
     for heading, pattern in COUNTED:
         row[heading] = sum(1 for i in code if re.match(pattern, i))
     wrong = []
-    if chip.startswith("sm_10") and name in NOT_ON_BLACKWELL:
-        row["wrong"] = wrong
-        return row
     if use["stack"] or use["local"] or row["local"]:
         wrong.append("local memory: %d bytes of stack, %d instructions" % (use["stack"], row["local"]))
     for chips, kernels, patterns in REQUIRED:

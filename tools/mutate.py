@@ -15,17 +15,17 @@ The last line counts: "N passed, N failed, N skipped" (killed or explained, unex
 import argparse, concurrent.futures, os, random, re, shutil, subprocess, sys, time
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-TESTS = ["gemm", "schedule", "dispatch", "mx", "forward", "forward_sm100", "backward"]  # tests/emu/test_<name>.cpp; --tests
+TESTS = ["gemm", "schedule", "dispatch", "mx", "forward", "forward_sm100", "backward", "backward_sm100"]  # tests/emu/test_<name>.cpp; --tests
 
 # Which of them run a file, the quickest to notice first; what is not listed: schedule and forward.
-RUN_BY = {"gemm/pair": ["forward_sm100"], "stage/yield": ["forward_sm100"], "gemm/gemm": ["gemm", "forward", "forward_sm100"], "gemm/": ["gemm", "forward"],
-          "stage/forward": ["forward", "forward_sm100"], "stage/s1_": ["dispatch", "forward"], "stage/s5_": ["forward"], "kernel/forward": ["forward", "forward_sm100"], "stage/backward": ["backward"], "stage/s2_gate_up_bwd": ["backward"], "stage/s4_down_bwd": ["backward"],
-          "stage/s5_combine_bwd": ["backward"], "stage/wgrad": ["backward"], "kernel/backward": ["backward"], "stage/mx": ["mx"], "kernel/mx": ["mx"],
+RUN_BY = {"gemm/pair": ["gemm", "forward_sm100", "backward_sm100"], "stage/yield": ["forward_sm100"], "gemm/gemm": ["gemm", "forward", "forward_sm100"], "gemm/": ["gemm", "forward"],
+          "stage/forward": ["forward", "forward_sm100"], "stage/s1_": ["dispatch", "forward"], "stage/s5_": ["forward"], "kernel/forward": ["forward", "forward_sm100"], "stage/backward": ["backward", "backward_sm100"], "stage/s2_gate_up_bwd": ["backward"], "stage/s4_down_bwd": ["backward"],
+          "stage/s5_combine_bwd": ["backward"], "stage/wgrad": ["backward", "backward_sm100"], "kernel/backward": ["backward", "backward_sm100"], "stage/mx": ["mx"], "kernel/mx": ["mx"],
           "arch/": ["gemm"], "layout/": ["forward"]}
 
 # Calls that are left out, where they stand as a statement of their own.
 CALLS = re.compile(r"\b(?:wait_(?:mbar|flag)\w*|mbar_arrive\w*|fence_\w+|barrier_\w+|bulk_commit|bulk_wait(?:_read)?<\d+>|wgmma_fence|wgmma_commit"
-                   r"|wgmma_wait<\d+>|sync_warp|release_stage|flag_(?:store|add)_release\w*|\w+\.(?:release|wait_all|wait_all_but_last|wait_operands))\(")
+                   r"|wgmma_wait<\d+>|tcgen05_(?:commit|fence)\w+|tmem_wait_store|sync_warp|release_stage|flag_(?:store|add)_release\w*|\w+\.(?:release|wait_all|wait_all_but_last|wait_operands))\(")
 NO_CALLS = ("arch/", "host/", "layout/")  # bodies of the instructions; host code; plain C
 
 # Wrong values: file (below src/cuda, or src/layout), the text just before an expression, the expression, what it may wrongly be.
@@ -57,6 +57,17 @@ WRONG = [
     ("gemm/tile.cuh", "s.task_empty[i]), ", "(kTaskReaders + more_readers) * Tile::cluster",
      ["(kTaskReaders + more_readers) * Tile::cluster - 1", "(kTaskReaders + more_readers) * Tile::cluster + 1"]),
     ("gemm/tile.cuh", "parity ^= ", "slot / Slots & 1", ["0"]),
+    ("gemm/pair.cuh", "leading_full = cluster_addr(full, ", "0", ["1"]),
+    ("gemm/pair.cuh", "in.a, x, ", "task.row", ["0"]),
+    ("gemm/pair.cuh", "in.b_high, x, ", "task.col + in.b_high_row", ["task.col"]),
+    ("gemm/pair.cuh", "(full, ", "2 * kPairStageBytes", ["kPairStageBytes", "2 * kPairStageBytes - 16"]),
+    ("gemm/pair.cuh", "s.sums_ready[i]), ", "kWarpsPerTile<Tile> * Tile::cluster", ["kWarpsPerTile<Tile>", "kWarpsPerTile<Tile> * Tile::cluster + 1"]),
+    ("gemm/pair.cuh", "tensor_memory + ", "turn.slot * Tile::cols", ["0"]),
+    ("gemm/pair.cuh", "how, ", "k > 0 || how.continues", ["true", "k > 0"]),
+    ("gemm/pair.cuh", "s.empty[at.slot]), ", "kBothCtas", ["1"]),
+    ("gemm/pair.cuh", "s.sums_full[turn.slot]), ", "kBothCtas", ["1"]),
+    ("gemm/pair.cuh", "task.row = task.out_row = ", "kNoRows", ["0"]),
+    ("stage/yield.cuh", "flag_load_relaxed_gpu(counted) >= ", "num_clusters()", ["num_clusters() + 1", "num_clusters() - 1"]),
     ("arch/tensor_map.h", "t.swizzle = ", "MK_SWIZZLE_128B", ["MK_SWIZZLE_NONE"]),
     ("arch/tensor_map.h", "t.box[1] = ", "box_rows", ["box_rows / 2"]),
     ("kernel/forward.cu", "gemm_begin(s.gemm, ", "1", ["0", "2"]),
@@ -71,7 +82,7 @@ WRONG = [
     ("stage/forward.cuh", "smem_addr(&s.ready[at.slot]), ", "at.parity", ["at.parity ^ 1"]),
     ("stage/forward.cuh", "need.counter, need.first), ", "need.count", ["need.count - 1", "1"]),
     ("stage/forward.cuh", "signal(", "MK_COUNTER_s4_tasks_done", ["MK_COUNTER_s2_bwd_tasks_done"]),
-    ("stage/backward.cuh", "gemm_init(s.gemm, ", "1", ["0", "2"]),
+    ("kernel/backward.cu", "gemm_begin(s.gemm, ", "1", ["0", "2"]),
     ("stage/backward.cuh", "mbar_init(smem_addr(&s.ready[i]), ", "1", ["2"]),
     ("stage/s1_dispatch.cuh", "walk ? ", "mk_tile_before(walk, r.dims.ring_tiles, tile)", ["-1", "mk_tile_before(walk, r.dims.ring_tiles + 1, tile)"]),
     ("stage/s1_dispatch.cuh", "d.duplicates = ", "(int32_t)population_count(behind & ~(behind + 1))", ["0", "(int32_t)population_count(behind)"]),

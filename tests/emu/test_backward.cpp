@@ -225,6 +225,25 @@ static Run make_run(const char *name, int32_t ranks, int64_t ring, int64_t minib
     return r;
 }
 
+/* Of everything, in one number: what tests/emu/same_bits.sh compares between the chips. */
+template <class T> static void add_to_hash(uint64_t *hash, const std::vector<T> &v)
+{
+    const uint8_t *p = reinterpret_cast<const uint8_t *>(v.data());
+    for (size_t i = 0; i < v.size() * sizeof(T); i++)
+        *hash = (*hash ^ p[i]) * 0x100000001b3ull;
+}
+
+static void print_hash(const Gradients &g)
+{
+    uint64_t hash = 0xcbf29ce484222325ull;
+    add_to_hash(&hash, g.out), add_to_hash(&hash, g.dx), add_to_hash(&hash, g.drouter);
+    for (const auto &w : g.weights)
+        add_to_hash(&hash, w);
+    for (const auto &w : g.shared)
+        add_to_hash(&hash, w);
+    printf("  bits of out and all gradients: %016llx\n", (unsigned long long)hash);
+}
+
 /* A first run on one rank against the cpu backend, then others against its bits. */
 static void compare(const layer_problem &p, const std::vector<Run> &runs, mok_dtype dtype = MOK_FP32, bool accumulate = false)
 {
@@ -236,6 +255,7 @@ static void compare(const layer_problem &p, const std::vector<Run> &runs, mok_dt
     if (!want.ok || !one.ok)
         return;
     check_close(first, one, want);
+    print_hash(one);
     for (Run run : runs) {
         run.dtype = dtype;
         run.accumulate = accumulate;

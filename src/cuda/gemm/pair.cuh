@@ -17,7 +17,7 @@
 #define MK_GEMM_PAIR_CUH
 
 #include "cuda/gemm/epilogue.cuh"
-#include "cuda/gemm/load.cuh"
+#include "cuda/gemm/mma.cuh"
 
 namespace mk {
 
@@ -58,10 +58,13 @@ struct PlainTasks {
     MK_MEMBER void see(uint32_t, uint32_t) const {}                              /* a task of its own has been read from this slot of the ring, in this round */
     MK_MEMBER PairRecipe recipe(const GemmTask &) const { return {}; }
     template <class Acc> MK_MEMBER void begin(const GemmTask &, const Acc &, const WarpOut &) const {} /* puts in what the sums continue */
+    MK_MEMBER void meanwhile(const GemmTask &, const WarpOut &) const {}         /* before the wait for the MMAs */
 };
 
 /* Which tasks a pair may do at once, and what a CTA does that only helps. */
 template <class Program> struct Pairing {
+    /* The first task of the pair that was drawn. */
+    static MK_MEMBER uint32_t first(const Program &, uint32_t drawn) { return 2 * drawn; }
     static MK_MEMBER bool fit(const GemmTask &a, const GemmTask &b)
     {
         return a.kind == b.kind && a.expert == b.expert && a.col == b.col && a.num_k_blocks == b.num_k_blocks;
@@ -129,9 +132,9 @@ template <class Tile, class Program> MK_DEVICE void pair_schedule(GemmShared<Til
 {
     RingCursor<kTaskSlots> at;
     for (;;) {
-        const uint32_t number = program.next();
+        const uint32_t number = Pairing<Program>::first(program, program.next());
         GemmTask first = {}, second = {};
-        const bool any = program.task(2 * number, 0, first), both = any && program.task(2 * number + 1, 0, second);
+        const bool any = program.task(number, 0, first), both = any && program.task(number + 1, 0, second);
         if (!any) {
             post_pair(s, at, first, first);
             return;
@@ -262,9 +265,10 @@ template <class Tile, class Epilogue, class Tasks> MK_DEVICE void pair_math(Gemm
     RingCursor<Tile::stages> at;
     RingCursor<kMathWarpgroups> turn;
     uint32_t tails = 0; /* parity of the next */
+    uint32_t number = 0;
     Acc<Tile> acc;
     acc.address = load(&s.tensor_memory) + mk_tmem_address(first_lane, warpgroup * Tile::cols);
-    for (;; tasks.at.next(), turn.next()) {
+    for (;; tasks.at.next(), turn.next(), number++) {
         const GemmTask task = tasks.wait(s);
         const bool mine = turn.slot == warpgroup && task.num_k_blocks != 0;
         if (mine)
@@ -287,6 +291,9 @@ template <class Tile, class Epilogue, class Tasks> MK_DEVICE void pair_math(Gemm
         sync_warp();
         if (lane_idx() == 0)
             mbar_arrive_remote_release_cta(cluster_addr(smem_addr(&s.sums_ready[warpgroup]), 0));
+        note_task(epilogue, number, TRACE_PRODUCT_BEGINS);
+        if (!only_helps(task))
+            of.meanwhile(task, out);
         if (how.tail_rows < kBlockK) {
             wait_mbar_cluster(smem_addr(&s.tail_landed[warpgroup]), tails, "gemm_math: last block of a task");
             tails ^= 1;
@@ -297,8 +304,10 @@ template <class Tile, class Epilogue, class Tasks> MK_DEVICE void pair_math(Gemm
         }
         wait_mbar_cluster(smem_addr(&s.sums_full[warpgroup]), turn.parity, "gemm_math: finished sums");
         tcgen05_fence_after_sync();
+        note_task(epilogue, number, TRACE_EPILOGUE_BEGINS);
         if (!only_helps(task))
             epilogue(task, acc, out);
+        note_task(epilogue, number, TRACE_EPILOGUE_ENDS);
     }
 }
 

@@ -289,8 +289,6 @@ static mok_status check_entered(mok_workspace *w, const mk_call *call)
     MK_TRY(mk_cuda_take_fault(w, NULL));
     if (call->operation == MK_OP_SCHEDULE)
         return check_schedule(&c, &call->schedule);
-    if (call->operation == MK_OP_BACKWARD && ((const mk_cuda_state *)w->state)->device->blackwell)
-        return mk_fail(MOK_E_UNSUPPORTED, "backend cuda has no backward on Blackwell yet: use backend cpu");
     if (call->operation == MK_OP_BACKWARD) {
         MK_TRY(check_backward(&c, &call->backward));
         return mk_cuda_encode_backward(w, &call->backward.weights, call->num_tokens);

@@ -1,50 +1,38 @@
 /* The backward's entries. What the roles do is in stage/backward.cuh. */
-#include "cuda/arch/arch.cuh"
-#ifdef MK_SM100
-#include "cuda/stage/forward.cuh"
-#else
 #include "cuda/stage/backward.cuh"
+#ifdef MK_SM100
+#include "cuda/stage/backward_sm100.cuh"
 #endif
 #include "cuda/stage/s5_combine_bwd.cuh"
 
 using namespace mk;
 
-#ifdef MK_SM100
-/* Not on Blackwell yet: the host refuses. */
-MK_ENTRY MK_KERNEL(kGemmThreads) mok_backward_fused(MK_KERNEL_PARAM mk_backward_params) { trap(); }
-#else
 MK_ENTRY MK_KERNEL(kGemmThreads) mok_backward_fused(MK_KERNEL_PARAM mk_backward_params p)
 {
     BackwardShared &s = *static_cast<BackwardShared *>(shared_base());
     const mk_table t = mk_table_at(&p.rank.memory, p.schedule);
     const uint32_t warp = warp_idx();
-    if (thread_idx() == 0)
-        backward_init(p, t, s);
-    barrier_cluster_arrive_release();
-    barrier_cluster_wait_acquire();
+    gemm_begin(s.gemm, 1, [&] { backward_init(p, t, s); });
     if (warp >= kFirstMathWarp) {
         registers_raise<kBackwardRegistersMath>();
-        BackwardMath{p, s}.run(warp / 4 - 1);
+        backward_math(p, s, warp / 4 - 1);
     } else {
         registers_lower<kBackwardRegistersOther>();
         BackwardProgram program = {p, s, t, {-1, 0}, ~0u, {}, 0};
         if (warp == 0 && lane_idx() == 0)
             backward_load(p, s);
-        else if (warp == 1 && lane_idx() == 0 && cluster_rank() == 0)
-            gemm_schedule(s.gemm, program);
+        else if (warp == 1 && lane_idx() == 0)
+            backward_schedule(p, s, program);
         else if (warp == 2)
             backward_dispatch(p, t, s);
         else if (warp == 3)
             backward_wait(p, t, s);
         sync_warp();
     }
-    /* Nobody leaves while a CTA of the cluster may still arrive here or send data. */
-    barrier_cluster_arrive_release();
-    barrier_cluster_wait_acquire();
+    gemm_end(s.gemm);
     if (thread_idx() == 0)
         trace_close(p.rank, s.trace);
 }
-#endif
 
 MK_ENTRY MK_KERNEL(256) mok_shared_scale(MK_KERNEL_PARAM mk_combine_bwd_params p)
 {

@@ -43,7 +43,7 @@ struct BackwardShared {
     MathState math[kMathWarps];
     TraceShared trace;
 };
-static_assert(sizeof(BackwardShared) == MK_BACKWARD_SHARED, "what the host asks for");
+static_assert(sizeof(BackwardShared) <= MK_BACKWARD_SHARED && sizeof(BackwardShared) > MK_BACKWARD_SHARED - 2048, "what the host asks for, on either chip");
 
 MK_DEVICE bool is_shared_task(int32_t kind) { return kind >= MK_TASK_SHARED_GATE_UP && kind <= MK_TASK_SHARED_WGRAD; }
 /* The routed kind that computes the same. */
@@ -65,7 +65,7 @@ MK_DEVICE bool shared_is_saved(const mk_backward_params &p) { return p.context &
 
 MK_DEVICE mk_grid backward_grid(const mk_backward_params &p)
 {
-    constexpr int64_t pair = TileBackward::cols * TileBackward::cluster;
+    constexpr int64_t pair = TileBackward::cols * kColumnTiles<TileBackward>;
     const mk_dims &d = p.rank.dims;
     mk_grid g = {};
     g.gate_up = (int32_t)mk_ceil_div(2 * d.intermediate, pair);
@@ -79,7 +79,7 @@ MK_DEVICE mk_grid backward_grid(const mk_backward_params &p)
         g.shared_wgrad = d.shared_intermediate ? WgradGrid::count(p.shared_grads, d.hidden, d.shared_intermediate) : 0;
     }
     g.group_tiles = 16;
-    g.raises = (int32_t)(TileBackward::cluster * kWarpsPerTile<TileBackward>);
+    g.raises = (int32_t)(kColumnTiles<TileBackward> * kWarpsPerTile<TileBackward>);
     return g;
 }
 
@@ -103,7 +103,6 @@ MK_DEVICE mk_walk backward_walk(const mk_backward_params &p, const mk_table &t)
 
 MK_DEVICE void backward_init(const mk_backward_params &p, const mk_table &t, BackwardShared &s)
 {
-    gemm_init(s.gemm, 1);
     for (uint32_t i = 0; i < kTaskSlots; i++)
         mbar_init(smem_addr(&s.ready[i]), 1);
     fence_mbar_init_release_cluster();
@@ -163,7 +162,7 @@ private:
         const int32_t stage = stage_of(next.kind);
         const int64_t width = shared ? d.shared_intermediate : d.intermediate;
         cols = (int32_t)(stage == MK_TASK_GATE_UP ? TileBackward::cols / 2 : TileBackward::cols);
-        task.col = next.part * (int32_t)TileBackward::cluster * cols;
+        task.col = next.part * (int32_t)kColumnTiles<TileBackward> * cols;
         task.num_k_blocks = (int32_t)((stage == MK_TASK_DGRAD_GATE_UP ? 2 * width : d.hidden) / kBlockK);
         task.out_row = next.tile * MK_ROW_TILE;
         if (shared ? shared_is_saved(p) : next.tile < s.walk.replay_from)
@@ -221,7 +220,7 @@ struct BackwardLoad {
     /* Run 0 or 1 of a task, of a count that may be 0. */
     MK_MEMBER LoadRun run(const GemmTask &task, int32_t which) const
     {
-        const int32_t kind = task.kind & TASK_KIND_MASK, half = (int32_t)(cluster_rank() * kBoxRowsA<TileBackward>), all = task.num_k_blocks;
+        const int32_t kind = task.kind & TASK_KIND_MASK, half = TileBackward::tensor_memory ? 0 : (int32_t)(cluster_rank() * kBoxRowsA<TileBackward>), all = task.num_k_blocks;
         const bool shared = is_shared_task(kind);
         switch (stage_of(kind)) {
         case MK_TASK_GATE_UP:
@@ -260,10 +259,24 @@ struct BackwardLoad {
     }
 };
 
+#ifdef MK_SM100
+MK_DEVICE void backward_load_block(BackwardShared &s, uint32_t stage, const GemmTask &task, const LoadRun &r);
+#else
+/* A K block: this CTA's share of A for both, and B. */
+MK_DEVICE void backward_load_block(BackwardShared &s, uint32_t stage, const GemmTask &, const LoadRun &r)
+{
+    constexpr uint16_t all_ctas = (1 << TileBackward::cluster) - 1;
+    const uint32_t full = smem_addr(&s.gemm.full[stage]), b = smem_addr(s.gemm.b[stage]);
+    mbar_arrive_expect_tx_release_cta(full, kStageBytes<TileBackward>);
+    tma_load_3d_multicast(smem_addr(s.gemm.a[stage]) + cluster_rank() * kHalfBytes, r.a, r.a_x, r.a_y, 0, full, all_ctas);
+    tma_load_3d(b, r.b_low, r.b_x, r.b_y, r.b_depth, full);
+    tma_load_3d(b + kHalfBytes, r.b_high, r.b_high_x, r.b_y, r.b_depth, full);
+}
+#endif
+
 /* One thread of each CTA: what the wait role has found to be there. Rows were written by plain stores; the copy engine reads them next. */
 MK_DEVICE void backward_load(const mk_backward_params &p, BackwardShared &s)
 {
-    constexpr uint16_t all_ctas = (1 << TileBackward::cluster) - 1;
     const BackwardLoad load = {p};
     TaskReader<TileBackward> tasks;
     RingCursor<TileBackward::stages> at;
@@ -277,12 +290,8 @@ MK_DEVICE void backward_load(const mk_backward_params &p, BackwardShared &s)
         for (int32_t which = 0; which < 2; which++) {
             LoadRun r = load.run(task, which);
             for (; r.count > 0; r.count--, at.next()) {
-                const uint32_t full = smem_addr(&s.gemm.full[at.slot]), b = smem_addr(s.gemm.b[at.slot]);
                 wait_mbar(smem_addr(&s.gemm.empty[at.slot]), at.parity ^ 1, "backward_load: free stage");
-                mbar_arrive_expect_tx_release_cta(full, kStageBytes<TileBackward>);
-                tma_load_3d_multicast(smem_addr(s.gemm.a[at.slot]) + cluster_rank() * kHalfBytes, r.a, r.a_x, r.a_y, 0, full, all_ctas);
-                tma_load_3d(b, r.b_low, r.b_x, r.b_y, r.b_depth, full);
-                tma_load_3d(b + kHalfBytes, r.b_high, r.b_high_x, r.b_y, r.b_depth, full);
+                backward_load_block(s, at.slot, task, r);
                 r.a_x += r.a_step_x;
                 r.a_y += r.a_step_y;
                 r.b_x += r.b_step_x;
@@ -300,7 +309,7 @@ MK_DEVICE void backward_trace(const mk_backward_params &p, BackwardShared &s, co
     const mk_task_kind kind = (mk_task_kind)(task.kind & TASK_KIND_MASK);
     const uint32_t part = (uint32_t)task.col / (stage_of(kind) == MK_TASK_GATE_UP ? TileBackward::cols / 2 : TileBackward::cols);
     trace_task(p.rank, s.trace, kind, task.tag, part, number % 2 ? MK_TRACE_LANE_math1 : MK_TRACE_LANE_math0,
-               kind == MK_TASK_DGRAD_GATE_UP ? trace_row_bytes(p.rank, task.col, TileBackward::cols) : 0);
+               kind == MK_TASK_DGRAD_GATE_UP && !only_helps(task) ? trace_row_bytes(p.rank, task.col, TileBackward::cols) : 0);
     trace_begin(p.rank, s.trace, MK_TRACE_LANE_wait, MK_TRACE_wait_operands, task.tag, part, mk_trace_is_shared(kind));
 }
 
@@ -450,6 +459,7 @@ struct BackwardMath {
         }
     }
 
+#ifndef MK_SM100
     /* The MMAs are waited for before the accumulators meet those of the other kinds again: moving registers under way would serialise. */
     MK_MEMBER uint32_t continue_task(const GemmTask &task, Acc<TileBackward> &acc, RingCursor<TileBackward::stages> &at, const ZeroTail &tail, const WarpOut &out) const
     {
@@ -526,7 +536,19 @@ struct BackwardMath {
             sync_warp(); /* read by all before lane 0 writes it again */
         }
     }
+#endif
 };
+
+#ifndef MK_SM100
+MK_DEVICE void backward_math(const mk_backward_params &p, BackwardShared &s, uint32_t warpgroup) { BackwardMath{p, s}.run(warpgroup); }
+
+/* One thread of each CTA. */
+MK_DEVICE void backward_schedule(const mk_backward_params &, BackwardShared &s, BackwardProgram &program)
+{
+    if (cluster_rank() == kScheduleRank<TileBackward>)
+        gemm_schedule(s.gemm, program);
+}
+#endif
 
 /* The dispatch role: one warp of each CTA. Rows come from the state's second ticket, in the order of the walk. */
 MK_DEVICE void backward_dispatch(const mk_backward_params &p, const mk_table &t, BackwardShared &s)

@@ -188,9 +188,8 @@ MK_DEVICE void forward_trace(const mk_forward_params &p, ForwardShared &s, const
 {
     const mk_task_kind kind = (mk_task_kind)task.kind;
     const uint32_t part = (uint32_t)task.col / (is_down(task.kind) ? TileForward::cols : TileForward::cols / 2);
-    if (!TileForward::tensor_memory) /* whose math warps stamp nothing yet */
-        trace_task(p.rank, s.trace, kind, task.tag, part, number % 2 ? MK_TRACE_LANE_math1 : MK_TRACE_LANE_math0,
-                   kind == MK_TASK_DOWN ? trace_row_bytes(p.rank, task.col, TileForward::cols) : 0);
+    trace_task(p.rank, s.trace, kind, task.tag, part, number % 2 ? MK_TRACE_LANE_math1 : MK_TRACE_LANE_math0,
+               kind == MK_TASK_DOWN && !only_helps(task) ? trace_row_bytes(p.rank, task.col, TileForward::cols) : 0);
     trace_begin(p.rank, s.trace, MK_TRACE_LANE_wait, MK_TRACE_wait_operands, task.tag, part, mk_trace_is_shared(kind));
 }
 

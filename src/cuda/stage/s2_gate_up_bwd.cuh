@@ -31,7 +31,7 @@ template <class Tile> MK_DEVICE void push_weight_grads(const mk_rank_params &r, 
 {
     const int64_t groups = r.dims.intermediate / MK_DW_GROUP;
     for (uint32_t m = 0; m < Acc<Tile>::blocks; m++) {
-        const uint32_t row = out.row + m * 64 + lane_idx();
+        const uint32_t row = out.row + m * Acc<Tile>::block_rows + lane_idx();
         if (lane_idx() >= 16 || row >= (uint32_t)task.num_rows)
             continue;
         const mk_row record = load(&rows[(int64_t)task.out_row + row]);
@@ -58,7 +58,7 @@ struct SharedDx {
     template <class Tile> MK_MEMBER void operator()(const GemmTask &task, const Acc<Tile> &acc, const WarpOut &out) const
     {
         MK_UNROLL for (uint32_t m = 0; m < Acc<Tile>::blocks; m++) {
-            const uint32_t row = out.row + m * 64;
+            const uint32_t row = out.row + m * Acc<Tile>::block_rows;
             if (row >= (uint32_t)task.num_rows)
                 return;
             float da[2] = {0.0f, 0.0f};
@@ -91,7 +91,7 @@ struct KeepGateUp {
     {
         constexpr uint32_t chunks = Tile::cols / 128;
         MK_UNROLL for (uint32_t m = 0; m < Acc<Tile>::blocks; m++) {
-            const uint32_t row = out.row + m * 64;
+            const uint32_t row = out.row + m * Acc<Tile>::block_rows;
             if (row >= (uint32_t)task.num_rows)
                 return;
             MK_UNROLL for (uint32_t c = 0; c < chunks; c++) {

@@ -85,7 +85,7 @@ template <class Buffers> struct SwigluBackward {
         static_assert(MK_DW_GROUP == 64, "a chunk of 64 columns is a group of the router-weight gradient");
         copy_async_wait();
         MK_UNROLL for (uint32_t q = 0; q < count; q++) {
-            const uint32_t m = q / chunks, c = q % chunks, row = out.row + m * 64, col = 64 * c;
+            const uint32_t m = q / chunks, c = q % chunks, row = out.row + m * Acc<Tile>::block_rows, col = 64 * c;
             const uint32_t low = out.staging, high = out.staging + kChunkBytes;
             if (row >= (uint32_t)task.num_rows)
                 return;
@@ -105,7 +105,8 @@ template <class Buffers> struct SwigluBackward {
             Vec4 next_gate[4], next_up[4];
             if (q + 1 < count) {
                 const bool same_rows = c + 1 < chunks && (uint32_t)task.col + col + 64 < buffers.cols(task);
-                read_ahead(task, same_rows ? row : row + 64, same_rows ? col + 64 : 0, next_gate, next_up);
+                const uint32_t next_row = m + 1 < Acc<Tile>::blocks ? row + Acc<Tile>::block_rows : (uint32_t)task.num_rows; /* no next block: no rows */
+                read_ahead(task, same_rows ? row : next_row, same_rows ? col + 64 : 0, next_gate, next_up);
             }
             places(task, row).flush(buffers.dup(task), col, high);
             sync_warp();

@@ -89,11 +89,29 @@ template <class T> struct LaneMatrix {
     {
         MK_UNROLL for (uint32_t m = 0; m < Acc<Tile>::blocks; m++)
             MK_UNROLL for (uint32_t half = 0; half < 2; half++) {
-                int64_t row = (int64_t)task.out_row + out.row + m * 64 + lane_idx() / 4 + 8 * half;
+                int64_t row = (int64_t)task.out_row + out.row + m * Acc<Tile>::block_rows + lane_idx() / 4 + 8 * half;
                 pin_register(row); /* no addresses kept from one row to the next */
                 MK_UNROLL for (uint32_t c = 0; c < Tile::cols / 64; c++)
                     if (row < outputs && task.col + 64 * (int64_t)c < inputs)
                         visit(base + row * stride + task.col + 64 * (int64_t)c + 2 * (lane_idx() % 4), m, 32 * c + 2 * half);
+            }
+    }
+
+    /* The same where accumulators are read 64 columns at a time: visit(p, v): pairs p[8j], p[8j + 1] belong to v[4j], v[4j + 1]. */
+    template <class Tile, class Visit> MK_MEMBER void each_chunk(const GemmTask &task, const Acc<Tile> &acc, const WarpOut &out, Visit visit) const
+    {
+        for (uint32_t m = 0; m < Acc<Tile>::blocks; m++)
+            for (uint32_t c = 0; c < Tile::cols / 64; c++) {
+                const int64_t first = (int64_t)task.out_row + out.row + m * Acc<Tile>::block_rows, col = task.col + 64 * (int64_t)c;
+                float v[32];
+                if (first >= outputs || col >= inputs)
+                    break;
+                acc.read(m, c, v);
+                MK_UNROLL for (uint32_t half = 0; half < 2; half++) {
+                    const int64_t row = first + lane_idx() / 4 + 8 * half;
+                    if (row < outputs)
+                        visit(base + row * stride + col + 2 * (lane_idx() % 4), &v[2 * half]);
+                }
             }
     }
 };
@@ -131,6 +149,26 @@ struct Wgrad {
                 pin_register(acc.r[m][i]);
     }
 
+    /* The same into tensor memory, a chunk at a time. */
+    template <class Tile> MK_MEMBER void preload_chunks(const GemmTask &task, const Acc<Tile> &acc, const WarpOut &out) const
+    {
+        const LaneMatrix<float> from = partial(task);
+        for (uint32_t m = 0; m < Acc<Tile>::blocks; m++)
+            for (uint32_t c = 0; c < Tile::cols / 64; c++) {
+                float v[32];
+                MK_UNROLL for (uint32_t i = 0; i < 32; i += 2) {
+                    const int64_t row = (int64_t)task.out_row + out.row + m * Acc<Tile>::block_rows + lane_idx() / 4 + 8 * (i / 2 % 2);
+                    const int64_t col = (int64_t)task.col + 64 * c + 8 * (i / 4) + 2 * (lane_idx() % 4);
+                    Pair pair = {0.0f, 0.0f};
+                    if (row < from.outputs && col < from.inputs)
+                        pair = load_pair(from.base + row * from.stride + col);
+                    v[i] = pair.low;
+                    v[i + 1] = pair.high;
+                }
+                acc.write(m, c, v);
+            }
+    }
+
     template <class Tile> MK_MEMBER void operator()(const GemmTask &task, const Acc<Tile> &acc, const WarpOut &out) const
     {
         const mk_grad_out &g = grads[wgrad_matrix(task)];
@@ -152,22 +190,37 @@ struct Wgrad {
 private:
     template <class Tile> MK_MEMBER void write(const GemmTask &task, const Acc<Tile> &acc, const WarpOut &out, const LaneMatrix<float> &to) const
     {
-        to.template each_row<Tile>(task, out, [&](float *p, uint32_t m, uint32_t i) {
-            MK_UNROLL for (uint32_t j = 0; j < 8; j++)
-                store_pair(p + 8 * j, {acc.r[m][i + 4 * j], acc.r[m][i + 4 * j + 1]});
-        });
+        if constexpr (Tile::tensor_memory)
+            to.template each_chunk<Tile>(task, acc, out, [&](float *p, const float *v) {
+                MK_UNROLL for (uint32_t j = 0; j < 8; j++)
+                    store_pair(p + 8 * j, {v[4 * j], v[4 * j + 1]});
+            });
+        else
+            to.template each_row<Tile>(task, out, [&](float *p, uint32_t m, uint32_t i) {
+                MK_UNROLL for (uint32_t j = 0; j < 8; j++)
+                    store_pair(p + 8 * j, {acc.r[m][i + 4 * j], acc.r[m][i + 4 * j + 1]});
+            });
     }
 
     /* The whole sum, plus what is there, rounded once. */
     template <class T, class Tile> MK_MEMBER void add(const GemmTask &task, const Acc<Tile> &acc, const WarpOut &out, const LaneMatrix<T> &to) const
     {
-        to.template each_row<Tile>(task, out, [&](T *p, uint32_t m, uint32_t i) {
-            Pair old[8];
-            MK_UNROLL for (uint32_t j = 0; j < 8; j++)
-                old[j] = load_pair(p + 8 * j);
-            MK_UNROLL for (uint32_t j = 0; j < 8; j++)
-                store_pair(p + 8 * j, {old[j].low + acc.r[m][i + 4 * j], old[j].high + acc.r[m][i + 4 * j + 1]});
-        });
+        if constexpr (Tile::tensor_memory)
+            to.template each_chunk<Tile>(task, acc, out, [&](T *p, const float *v) {
+                Pair old[8];
+                MK_UNROLL for (uint32_t j = 0; j < 8; j++)
+                    old[j] = load_pair(p + 8 * j);
+                MK_UNROLL for (uint32_t j = 0; j < 8; j++)
+                    store_pair(p + 8 * j, {old[j].low + v[4 * j], old[j].high + v[4 * j + 1]});
+            });
+        else
+            to.template each_row<Tile>(task, out, [&](T *p, uint32_t m, uint32_t i) {
+                Pair old[8];
+                MK_UNROLL for (uint32_t j = 0; j < 8; j++)
+                    old[j] = load_pair(p + 8 * j);
+                MK_UNROLL for (uint32_t j = 0; j < 8; j++)
+                    store_pair(p + 8 * j, {old[j].low + acc.r[m][i + 4 * j], old[j].high + acc.r[m][i + 4 * j + 1]});
+            });
     }
 
     struct GradRows {

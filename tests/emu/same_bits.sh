@@ -1,0 +1,18 @@
+#!/bin/sh
+# Emulated Hopper and Blackwell on the same data: outputs and all gradients have the same bits.
+#   tests/emu/same_bits.sh BUILD
+build=$1
+MOK_TEST_SEED=${MOK_TEST_SEED:-$(date +%s)}
+export MOK_TEST_SEED
+bits() {
+    "$build/$1" a_cut_weight_gradient bf16_gradients | grep 'bits of'
+}
+hopper=$(bits test_emu_backward) blackwell=$(bits test_emu_backward_sm100)
+echo "seed: MOK_TEST_SEED=$MOK_TEST_SEED"
+if [ -n "$hopper" ] && [ "$hopper" = "$blackwell" ]; then
+    echo "PASS both_chips_have_the_same_bits ($(echo "$hopper" | wc -l) layers)"
+else
+    printf 'Hopper:\n%s\nBlackwell:\n%s\n' "$hopper" "$blackwell"
+    echo "FAIL both_chips_have_the_same_bits"
+    exit 1
+fi
