@@ -150,22 +150,26 @@ def test_deepcopy_is_another_layer(device):
 
 def test_wrong_inputs_are_named(device):
     layer, x = make(device, shared_intermediate=64), batch(device)
+
+    def ids(*shape):
+        return torch.zeros(*shape, dtype=torch.int64, device=device)
+
     with pytest.raises(ValueError, match="last size must be 128"):
-        mok.moe(x[:, :64], torch.zeros(20, 2, dtype=torch.int64), torch.ones(20, 2), layer.gate, layer.up, layer.down, engine=layer.engine)
+        mok.moe(x[:, :64], ids(20, 2), torch.ones(20, 2, device=device), layer.gate, layer.up, layer.down, engine=layer.engine)
     with pytest.raises(TypeError, match="expert_ids is torch.float32"):
-        layer(x, torch.zeros(20, 2), torch.ones(20, 2))
+        layer(x, torch.zeros(20, 2, device=device), torch.ones(20, 2, device=device))
     with pytest.raises(ValueError, match=r"expert_ids is \[20, 3\]"):
-        layer(x, torch.zeros(20, 3, dtype=torch.int64), torch.ones(20, 2))
+        layer(x, ids(20, 3), torch.ones(20, 2, device=device))
     with pytest.raises(ValueError, match="router_weights has 19 tokens, x has 20"):
-        layer(x, torch.zeros(20, 2, dtype=torch.int64), torch.ones(19, 2))
+        layer(x, ids(20, 2), torch.ones(19, 2, device=device))
     with pytest.raises(ValueError, match=r"expert_ids is \[19, 2\]: x has 20 tokens"):
-        layer(x, torch.zeros(19, 2, dtype=torch.int64), torch.ones(20, 2))
+        layer(x, ids(19, 2), torch.ones(20, 2, device=device))
     with pytest.raises(ValueError, match="down is"):
-        mok.moe(x, torch.zeros(20, 2, dtype=torch.int64), torch.ones(20, 2), layer.gate, layer.up, layer.up)
+        mok.moe(x, ids(20, 2), torch.ones(20, 2, device=device), layer.gate, layer.up, layer.up)
     with pytest.raises(TypeError, match="gate is torch.float32"):
-        mok.moe(x, torch.zeros(20, 2, dtype=torch.int64), torch.ones(20, 2), layer.gate.float(), layer.up, layer.down)
+        mok.moe(x, ids(20, 2), torch.ones(20, 2, device=device), layer.gate.float(), layer.up, layer.down)
     with pytest.raises(ValueError, match="shared_gate is missing"):
-        mok.moe(x, torch.zeros(20, 2, dtype=torch.int64), torch.ones(20, 2), layer.gate, layer.up, layer.down, engine=layer.engine)
+        mok.moe(x, ids(20, 2), torch.ones(20, 2, device=device), layer.gate, layer.up, layer.down, engine=layer.engine)
 
 
 # --- main_grad ----------------------------------------------------------------------------------------------------------
