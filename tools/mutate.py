@@ -86,7 +86,7 @@ WRONG = [
     ("stage/backward.cuh", "mbar_init(smem_addr(&s.ready[i]), ", "1", ["2"]),
     ("stage/s1_dispatch.cuh", "walk ? ", "mk_tile_before(walk, r.dims.ring_tiles, tile)", ["-1", "mk_tile_before(walk, r.dims.ring_tiles + 1, tile)"]),
     ("stage/s1_dispatch.cuh", "d.duplicates = ", "(int32_t)population_count(behind & ~(behind + 1))", ["0", "(int32_t)population_count(behind)"]),
-    ("stage/s1_dispatch.cuh", "(uint32_t)d.duplicates == ", "DISPATCH_BATCH - 1", ["DISPATCH_BATCH"]),
+    ("stage/s1_dispatch.cuh", "(uint32_t)d.duplicates == ", "Rows - 1", ["Rows"]),
     ("stage/s1_dispatch.cuh", "MK_COUNTER_s1_rows_arrived, tile), (uint32_t)", "mk_valid_rows(&t, tile)", ["1"]),
     ("stage/s1_dispatch.cuh", "(parities >> slot ^ ", "mine / Slots", ["0"]),
     ("stage/s1_dispatch.cuh", "parities ^= ", "(count / Slots % 2 ? (1u << Slots) - 1 : 0) ^ ((1u << count % Slots) - 1)", ["0", "(1u << count % Slots) - 1"]),

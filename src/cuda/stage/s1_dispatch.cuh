@@ -1,7 +1,7 @@
 /* s1_dispatch on the device: rows of x (in the backward: of dout, and of x where it is needed) from their ranks' heaps, or from an
  * earlier row of the same token, into the ring. The forward walks the table down, the backward up.
  *
- * A warp takes 32 neighbouring rows at a time (a quarter of a tile), a lane for each row: what is known about the rows is read by
+ * A warp takes up to 32 neighbouring rows at a time (a quarter of a tile), a lane for each row: what is known about the rows is read by
  * all lanes at once, then the lanes move their rows through slots of shared memory by bulk copies, heap or ring -> slot -> ring, half of
  * the slots filling while the other half empties. Batches come from a ticket in the order of the walk, so a row that is
  * copied waits only for rows with smaller tickets; a batch is finished before the next is drawn. Rows of one token in one tile
@@ -15,6 +15,9 @@
 namespace mk {
 
 enum { DISPATCH_BATCH = 32, DISPATCH_MAX_SLOTS = 8 };
+
+/* Rows that a warp takes at a time: fewer of long rows, which take it longer, because nobody multiplies before the first tiles are whole. */
+template <uint32_t Slots> constexpr uint32_t kBatchRows = Slots >= 8 ? DISPATCH_BATCH : Slots == 4 ? DISPATCH_BATCH / 2 : DISPATCH_BATCH / 4;
 
 struct DispatchShared {
     alignas(128) uint8_t area[MK_DISPATCH_AREA];
@@ -80,13 +83,13 @@ struct Dispatch {
     }
 
     /* Lane i looks at the i-th row from `start` on, as the walk does; a batch lies in one tile. */
-    MK_MEMBER DispatchRow look_at(int64_t start) const
+    template <uint32_t Rows> MK_MEMBER DispatchRow look_at(int64_t start) const
     {
         DispatchRow d = {};
-        d.row = ahead(start, lane_idx());
+        d.row = ahead(start, lane_idx() % Rows);
         const mk_row record = load(&t.rows[d.row]);
         const int32_t from = copy_of(record);
-        const bool exists = record.src_rank >= 0, in_tile = exists && from >= 0 && from / MK_ROW_TILE == d.row / MK_ROW_TILE;
+        const bool exists = lane_idx() < Rows && record.src_rank >= 0, in_tile = exists && from >= 0 && from / MK_ROW_TILE == d.row / MK_ROW_TILE;
         const uint32_t behind = ballot(in_tile) >> lane_idx() >> 1; /* lanes behind this one that copy their neighbour */
         d.from = exists ? from : -1;
         d.remote = exists && record.src_rank != r.dims.rank;
@@ -100,7 +103,7 @@ struct Dispatch {
             return d;
         d.moves = true;
         d.duplicates = (int32_t)population_count(behind & ~(behind + 1)); /* ones before the first zero */
-        if (lane_idx() + (uint32_t)d.duplicates == DISPATCH_BATCH - 1) /* they may go on in the next batch */
+        if (lane_idx() + (uint32_t)d.duplicates == Rows - 1) /* they may go on in the next batch */
             while (!ends_tile(ahead(d.row, d.duplicates)) && copies_neighbour(ahead(d.row, d.duplicates + 1)))
                 d.duplicates++;
         /* A copy saves the link. A token of this rank has its row here anyway, as near as the ring, and without waiting for it. */
@@ -170,7 +173,7 @@ struct Dispatch {
     {
         const uint32_t movers = ballot(d.moves);
         const int64_t bytes = r.dims.hidden * 2;
-        for (uint32_t lane = 0; lane < DISPATCH_BATCH; lane++) {
+        for (uint32_t lane = 0; lane < kBatchRows<1>; lane++) {
             if (!(movers >> lane & 1))
                 continue;
             for (int64_t at = 0; at < bytes; at += MK_DISPATCH_AREA, parities ^= 1) {
@@ -232,7 +235,7 @@ struct Dispatch {
     template <uint32_t Slots> MK_MEMBER void move_rows(int64_t start)
     {
         const int64_t tile = start / MK_ROW_TILE;
-        const DispatchRow d = look_at(start);
+        const DispatchRow d = look_at<kBatchRows<Slots>>(start);
         trace_starts(MK_TRACE_wait_slot, start);
         wait_slot(tile);
         trace_ends();
@@ -264,9 +267,9 @@ struct Dispatch {
             if (lane_idx() == 0)
                 batch = stop && mbar_test_parity_acquire_cta(stop, 0) ? ~0u : ticket_take_relaxed_gpu(ticket, 1);
             batch = shuffle(batch, 0);
-            if ((int64_t)batch * DISPATCH_BATCH >= num_rows)
+            if ((int64_t)batch * kBatchRows<Slots> >= num_rows)
                 return;
-            move_rows<Slots>(ahead(start, (int64_t)batch * DISPATCH_BATCH));
+            move_rows<Slots>(ahead(start, (int64_t)batch * kBatchRows<Slots>));
         }
     }
 
