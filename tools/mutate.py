@@ -24,7 +24,7 @@ RUN_BY = {"gemm/pair": ["gemm", "forward_sm100", "backward_sm100"], "stage/yield
           "arch/": ["gemm"], "layout/": ["forward"]}
 
 # Calls that are left out, where they stand as a statement of their own.
-CALLS = re.compile(r"\b(?:wait_(?:mbar|flag)\w*|mbar_arrive\w*|fence_\w+|barrier_\w+|bulk_commit|bulk_wait(?:_read)?<\d+>|wgmma_fence|wgmma_commit"
+CALLS = re.compile(r"\b(?:wait_(?:mbar|flag|counter)\w*|mbar_arrive\w*|fence_\w+|barrier_\w+|bulk_commit|bulk_wait(?:_read)?<\d+>|wgmma_fence|wgmma_commit"
                    r"|wgmma_wait<\d+>|tcgen05_(?:commit|fence)\w+|tmem_wait_store|sync_warp|release_stage|flag_(?:store|add)_release\w*|\w+\.(?:release|wait_all|wait_all_but_last|wait_operands))\(")
 NO_CALLS = ("arch/", "host/", "layout/")  # bodies of the instructions; host code; plain C
 
@@ -71,7 +71,7 @@ WRONG = [
     ("arch/tensor_map.h", "t.swizzle = ", "MK_SWIZZLE_128B", ["MK_SWIZZLE_NONE"]),
     ("arch/tensor_map.h", "t.box[1] = ", "box_rows", ["box_rows / 2"]),
     ("kernel/forward.cu", "gemm_begin(s.gemm, ", "1", ["0", "2"]),
-    ("stage/call.cuh", "r.memory.call_heads) + ", "(call & 1)", ["0"]),
+    ("stage/fault.cuh", "r.memory.call_heads) + ", "(call & 1)", ["0"]),
     ("stage/call.cuh", "load(&state->epoch) + ", "1", ["0"]),
     ("stage/call.cuh", "(load(&device_state(r)->calls) & ", "1", ["0"]),
     ("stage/forward.cuh", "mbar_init(smem_addr(&s.ready[i]), ", "1", ["2"]),
@@ -80,14 +80,14 @@ WRONG = [
       "(int32_t)(kColumnTiles<TileForward> * kWarpsPerTile<TileForward>) + 1"]),
     ("stage/forward.cuh", "return ticket_take_relaxed_gpu(&tickets[", "0", ["1"]),
     ("stage/forward.cuh", "smem_addr(&s.ready[at.slot]), ", "at.parity", ["at.parity ^ 1"]),
-    ("stage/forward.cuh", "need.counter, need.first), ", "need.count", ["need.count - 1", "1"]),
+    ("stage/forward.cuh", "need.counter, need.first, ", "need.count", ["need.count - 1", "1"]),
     ("stage/forward.cuh", "signal(", "MK_COUNTER_s4_tasks_done", ["MK_COUNTER_s2_bwd_tasks_done"]),
     ("kernel/backward.cu", "gemm_begin(s.gemm, ", "1", ["0", "2"]),
     ("stage/backward.cuh", "mbar_init(smem_addr(&s.ready[i]), ", "1", ["2"]),
     ("stage/s1_dispatch.cuh", "walk ? ", "mk_tile_before(walk, r.dims.ring_tiles, tile)", ["-1", "mk_tile_before(walk, r.dims.ring_tiles + 1, tile)"]),
     ("stage/s1_dispatch.cuh", "d.duplicates = ", "(int32_t)population_count(behind & ~(behind + 1))", ["0", "(int32_t)population_count(behind)"]),
     ("stage/s1_dispatch.cuh", "(uint32_t)d.duplicates == ", "Rows - 1", ["Rows"]),
-    ("stage/s1_dispatch.cuh", "MK_COUNTER_s1_rows_arrived, tile), (uint32_t)", "mk_valid_rows(&t, tile)", ["1"]),
+    ("stage/s1_dispatch.cuh", "MK_COUNTER_s1_rows_arrived, tile, (uint32_t)", "mk_valid_rows(&t, tile)", ["1"]),
     ("stage/s1_dispatch.cuh", "(parities >> slot ^ ", "mine / Slots", ["0"]),
     ("stage/s1_dispatch.cuh", "parities ^= ", "(count / Slots % 2 ? (1u << Slots) - 1 : 0) ^ ((1u << count % Slots) - 1)", ["0", "(1u << count % Slots) - 1"]),
     ("stage/s1_dispatch.cuh", "at += MK_DISPATCH_AREA, parities ^= ", "1", ["0"]),

@@ -122,6 +122,7 @@ uint64_t time_ns();
 void sleep_ns(uint32_t ns);
 void trap();
 void note_wait(const char *what);
+void note_results_are_void();
 void note_written(const void *p, uint64_t bytes);
 
 MK_DEVICE uint32_t pack_bf16(float low, float high) { return emu::float_to_bf16(low) | (uint32_t)emu::float_to_bf16(high) << 16; }

@@ -360,6 +360,7 @@ Result Machine::run()
     machine->result = Result();
     machine->result.seed = machine->seed;
     machine->failed = false;
+    machine->results_are_void = false;
     for (auto &device : machine->devices)  /* the host has seen everything so far */
         for (auto &other : machine->devices)
             device->clock.launch_ended(other->index, other->launches);

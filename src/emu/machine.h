@@ -241,6 +241,7 @@ struct State {
     uint32_t frozen_blocks = 2;/* blocks of this parity run only when nobody else can; 2: none */
     uint32_t frozen_warp = 32; /* the same for warps of this index; 32: none */
     bool let_time_pass = false;
+    bool results_are_void = false; /* of this run: a wait of its kernels has run out, and they go on without what they waited for */
     bool failed = false;
     Result result;
 };

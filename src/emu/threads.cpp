@@ -240,5 +240,6 @@ void sleep_ns(uint32_t ns)
 
 void trap() { fail("trap"); }
 void note_wait(const char *what) { self->note = what; }
+void note_results_are_void() { machine->results_are_void = true; }
 
 } /* namespace mk */

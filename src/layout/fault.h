@@ -11,30 +11,39 @@ typedef enum mk_fault_kind {
     MK_FAULT_REFUSED,     /* rank; its sentence is in its call head */
     MK_FAULT_MISMATCH,    /* rank: its call head differs from rank 0's */
     MK_FAULT_STALE,       /* schedule or context memory is not of this configuration or routing; value[0] = 0 schedule, 1 context */
-    MK_FAULT_TIMEOUT      /* a wait ran out: rank = whom for, value[0..2] = seen, expected, counter or -1 for an epoch */
+    MK_FAULT_TIMEOUT      /* a wait ran out: rank = whom for, value[0..3] = seen, expected, counter or -1 for an epoch, its index; task: who waited */
 } mk_fault_kind;
 
 typedef struct mk_fault {
     int32_t kind;         /* mk_fault_kind; the other fields are complete once it is not NONE */
     int32_t operation;    /* mk_operation */
     int32_t rank;
-    int32_t reserved;
+    int32_t task;         /* mk_task_kind, or 0 */
     uint64_t layer, call;
     int64_t value[4];
 } mk_fault;
+
+/* A counter that a task waited for in vain. */
+typedef struct mk_missing_counter {
+    int32_t task;         /* mk_task_kind */
+    int32_t counter, index;
+    uint32_t seen, wanted;
+} mk_missing_counter;
 
 /* Device state of a workspace: what must live and advance on the device, so that captured graphs can be replayed. */
 typedef struct mk_device_state {
     uint64_t epoch;       /* barriers so far */
     uint64_t calls;       /* collective calls so far */
     uint32_t skip;        /* this call's data stages do nothing */
-    uint32_t tickets[7];  /* of the launches of one pass; zeroed when a call opens. 2, 3: stage/yield.cuh, clusters counted, clusters that left */
+    uint32_t given_up;    /* waits of a pass that ran out; stays: the ranks are no longer in step */
+    uint32_t tickets[6];  /* of the launches of one pass; zeroed when a call opens. 2, 3: stage/yield.cuh, clusters counted, clusters that left */
     int64_t rows_pulled, rows_pulled_peer, rows_copied; /* counted by s1, ever growing */
     int64_t row_moves_peer;  /* by s1: rows of H pulled from peers; a backward moves two for a table row, or one */
     int64_t rows_replayed, wgrad_continued; /* by mok_backward_fused and mok_call_check */
     int64_t bytes_pushed_peer, rows_padding, ring_rotations; /* by mok_call_check, from the head of the schedule that a pass is about to use */
     int64_t done[5];      /* by mk_operation: calls not skipped. A schedule counts once its head is written, a pass at mok_call_check */
     uint64_t first_bad_id; /* s0: smallest (rank, route) with an id out of range; ~0: none */
+    mk_missing_counter missing; /* of given_up: the first of them */
     mk_fault fault;       /* of this or an earlier call; the host takes it */
 } mk_device_state;
 

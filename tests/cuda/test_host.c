@@ -3,6 +3,7 @@
 #include "test.h"
 
 #include "fake_driver.h"
+#include "layout/walk.h"
 #include "mok.h"
 
 enum { MAX_RANKS = 8 };
@@ -897,6 +898,29 @@ TEST(a_rank_that_does_not_come_breaks_the_workspace)
     fake_reset(1);
     fake.on_launch = write_fault;
     EXPECT(run_ranks(1, &device, &cfg, 300, timed_out), MOK_OK);
+    next_fault.fault.kind = MK_FAULT_NONE;
+    check_nothing_left();
+}
+
+static void gave_up(rank_env *e)
+{
+    mok_schedule_args s = schedule_args(e);
+    EXPECT(mok_schedule(e->w, &s, NULL), MOK_OK);
+    EXPECT(mok_wait(e->w), MOK_E_TIMEOUT);
+    SAME_TEXT(mok_last_error(), "rank 0 waited 20000 ms in backward (layer 7, call 2): dgrad_gate_up needs s4_bwd_tasks_done of tile 12, which is 3, expected 8 "
+                                "(s4_down_bwd: dgate, dup, w h of some columns)");
+    EXPECT(mok_schedule(e->w, &s, NULL), MOK_E_STATE);
+}
+
+TEST(a_counter_that_does_not_come_is_named_and_breaks_the_workspace)
+{
+    mok_config cfg = small_config();
+    int32_t device = 0;
+    next_fault = (mk_host_fault){.fault = {MK_FAULT_TIMEOUT, 4, 0, MK_TASK_DGRAD_GATE_UP, 7, 2, {3, 8, MK_COUNTER_s4_bwd_tasks_done, 12}}};
+    device_only = false;
+    fake_reset(1);
+    fake.on_launch = write_fault;
+    EXPECT(run_ranks(1, &device, &cfg, 300, gave_up), MOK_OK);
     next_fault.fault.kind = MK_FAULT_NONE;
     check_nothing_left();
 }

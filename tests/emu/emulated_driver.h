@@ -32,6 +32,7 @@ struct Gpu {
     std::map<uintptr_t, size_t> blocks;
     std::string trouble;       /* the first thing that the emulator found wrong */
     std::map<std::string, int> launches;
+    std::function<void(const std::string &kernel, const void *params)> before_launch; /* a test's, to change memory between launches */
     long clock = 0;            /* ms, for events: every launch takes one */
     long live = 0;             /* blocks and events */
 };
@@ -110,6 +111,8 @@ inline mk_cu_result launch(const mk_cu_launch *l, mk_cu_function function, void 
         return MK_CU_ILLEGAL_ADDRESS;
     gpu.launches[k.name]++;
     gpu.clock++;
+    if (gpu.before_launch)
+        gpu.before_launch(k.name, params[0]);
     k.run(*gpu.device, shape, params[0]);
     const emu::Result result = gpu.machine->run();
     if (!result.ok)
@@ -213,6 +216,7 @@ inline void plug_in(uint64_t seed, uint32_t resident_clusters)
     static mk_cuda_driver driver = table();
     gpu.trouble.clear();
     gpu.launches.clear();
+    gpu.before_launch = nullptr;
     gpu.blocks.clear();
     gpu.machine = std::make_unique<emu::Machine>(seed);
     gpu.device = &gpu.machine->add_device(resident_clusters);

@@ -86,6 +86,7 @@ struct LayerCase {
     emu::Machine machine;
     mok_config config = {};
     std::vector<LayerRank> ranks;
+    std::function<void(LayerRank &)> before_stages; /* of the forward: a test's own launch */
 
     LayerCase(const LayerShape &s, uint64_t seed) : shape(s), data(s, seed), machine(seed), ranks((size_t)s.ranks())
     {
@@ -332,6 +333,8 @@ struct LayerCase {
     {
         r.launches = 0;
         begin(r, open_params(r, MK_OP_FORWARD), false);
+        if (before_stages)
+            before_stages(r);
         if (shape.fused)
             LAUNCH(r, mok_forward_fused, forward_params(r), 2 * shape.clusters, mk::kGemmThreads, 2, MK_FORWARD_SHARED);
         else

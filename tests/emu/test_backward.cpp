@@ -343,4 +343,83 @@ TEST(stats_are_those_of_the_cpu)
     layer_free(&p);
 }
 
+/* --- waits that never end ------------------------------------------------------------------------------------------------------ */
+/* The first counter of a kind that the pass waits for: the table's last tile in the forward, its first in the backward. */
+struct Stuck {
+    const char *kernel, *pass;
+    int32_t counter;
+    const char *needs;
+};
+
+static void hold_back(const Stuck &stuck, const mk_rank_params &r, const void *schedule, bool backward)
+{
+    const int32_t last = static_cast<const mk_schedule_head *>(schedule)->num_tiles - 1;
+    const int32_t index = backward || stuck.counter >= MK_NUM_TILE_COUNTERS ? 0 : last;
+    *reinterpret_cast<uint32_t *>(r.local + r.memory.counters + 4 * mk_counter_index(&r.dims, stuck.counter, index)) -= 1000000;
+}
+
+/* Every role goes through the rest of the pass, the host hears what was missing, and the workspace is closed. What runs out first may also be
+ * a wait for somebody who waits himself: then no counter in the sentence is below 0. */
+static void check_gives_up(const Stuck &stuck)
+{
+    static const int32_t devices[1] = {0};
+    layer_problem p = make_problem(40, 64, 4, 128, 64);
+    layer_options o = {};
+    layer_result r;
+    char error[512];
+    const bool backward = !strcmp(stuck.kernel, "mok_backward_fused");
+    p.cfg.timeout_ms = 2000;
+    o.forward_only = !backward;
+    o.ranks = 1;
+    o.backend = MOK_BACKEND_CUDA;
+    o.devices = devices;
+    o.ring_rows = 256;
+    o.minibatch_rows = o.minibatch_rows_bwd = 128;
+    o.save = MOK_SAVE_ALL;
+    o.grad_dtype = MOK_FP32;
+    setenv("MOK_FORWARD", "fused", 1);
+    emulated::plug_in(test_seed(), 2);
+    emulated::gpu.machine->let_time_pass(true);
+    emulated::gpu.before_launch = [&](const std::string &kernel, const void *params) {
+        if (kernel != stuck.kernel)
+            return;
+        if (backward)
+            hold_back(stuck, static_cast<const mk_backward_params *>(params)->rank, static_cast<const mk_backward_params *>(params)->schedule, true);
+        else
+            hold_back(stuck, static_cast<const mk_forward_params *>(params)->rank, static_cast<const mk_forward_params *>(params)->schedule, false);
+    };
+    if (!layer_result_make(&r, &p, &o)) {
+        TEST_FAILED("no memory");
+        return;
+    }
+    CHECK_EQ(layer_run(&p, &o, &r, error), MOK_E_TIMEOUT);
+    CHECK_STR(error, stuck.pass);
+    if (!strstr(error, " needs ") || (!strstr(error, stuck.needs) && strstr(error, "which is -")))
+        TEST_FAILED("%s where %s", error, stuck.needs);
+    if (!emulated::gpu.trouble.empty())
+        TEST_FAILED("%s: emulator: %s", stuck.needs, emulated::gpu.trouble.c_str());
+    CHECK_EQ(emulated::gpu.live, 0);
+    layer_result_free(&r);
+    layer_free(&p);
+    unsetenv("MOK_FORWARD");
+}
+
+TEST(a_counter_that_never_comes_ends_the_pass_with_its_name)
+{
+    static const char forward[] = "rank 0 waited 2000 ms in forward (layer 0, call 2): ", backward[] = "rank 0 waited 2000 ms in backward (layer 0, call 3): ";
+    static const Stuck all[] = {
+        {"mok_forward_fused", forward, MK_COUNTER_s1_rows_arrived, " needs s1_rows_arrived of tile "},
+        {"mok_forward_fused", forward, MK_COUNTER_s2_tasks_done, " needs s2_tasks_done of tile "},
+        {"mok_forward_fused", forward, MK_COUNTER_s4_tasks_done, "gate_up needs s4_tasks_done of tile "},
+        {"mok_forward_fused", forward, MK_COUNTER_shared_s2_tasks_done, "shared_down needs shared_s2_tasks_done of shared tile 0, which is -999"},
+        {"mok_backward_fused", backward, MK_COUNTER_s1_rows_arrived, " needs s1_rows_arrived of tile 0, "},
+        {"mok_backward_fused", backward, MK_COUNTER_s2_bwd_tasks_done, "dispatch needs s2_bwd_tasks_done of tile 0, which is -999"},
+        {"mok_backward_fused", backward, MK_COUNTER_s4_bwd_tasks_done, " needs s4_bwd_tasks_done of tile 0, which is -999"},
+        {"mok_backward_fused", backward, MK_COUNTER_wgrad_tasks_done, "dispatch needs wgrad_tasks_done of piece 0, which is -999"},
+        {"mok_backward_fused", backward, MK_COUNTER_shared_s4_bwd_tasks_done, " needs shared_s4_bwd_tasks_done of shared tile 0, which is -999"},
+    };
+    for (const Stuck &stuck : all)
+        check_gives_up(stuck);
+}
+
 int main(int argc, char **argv) { return test_main(argc, argv); }

@@ -178,4 +178,46 @@ TEST(a_rank_that_does_not_come_is_named_when_the_time_is_over)
     }
 }
 
+static void hold_back(const mk_rank_params r)
+{
+    if (mk::thread_idx() == 0)
+        mk::store(mk::counter_at(r, MK_COUNTER_s2_tasks_done, 0), (uint32_t)-1000000);
+}
+
+/* Rank 0's pass does not end well: rank 1, which would use what it pushes, does not go on. Nor does rank 0 with its next call. */
+TEST(a_pass_that_gives_up_keeps_the_other_ranks_from_using_it)
+{
+    LayerShape s;
+    s.tokens = {16, 16};
+    s.fused = true;
+    s.dropped = 0;
+    LayerCase layer(s, test_seed());
+    layer.machine.let_time_pass(true);
+    layer.before_stages = [&](LayerRank &r) {
+        if (&r == &layer.ranks[0])
+            layer.launch(r, "hold_back", hold_back, r.params, 1, 32);
+    };
+    for (LayerRank &r : layer.ranks) {
+        layer.schedule(r);
+        layer.forward(r);
+    }
+    layer.schedule(layer.ranks[0]);
+    const emu::Result result = layer.machine.run();
+    if (!result.ok)
+        TEST_FAILED("%s", result.message.c_str());
+    const mk_fault &f = layer.state(layer.ranks[0]).fault, &told = layer.ranks[0].host_fault->device()->fault, &other = layer.state(layer.ranks[1]).fault;
+    CHECK_EQ(f.kind, MK_FAULT_TIMEOUT);
+    CHECK_EQ(f.operation, MK_OP_FORWARD);
+    CHECK_EQ(f.call, 2);
+    CHECK_EQ(f.task, MK_TASK_DOWN);
+    CHECK_EQ(f.value[2], MK_COUNTER_s2_tasks_done);
+    CHECK_EQ(f.value[3], 0);
+    CHECK_BYTES(&told, &f, sizeof f);
+    CHECK_EQ(other.kind, MK_FAULT_TIMEOUT);
+    CHECK_EQ(other.rank, 0);
+    CHECK_EQ(other.value[2], -1);
+    for (const LayerRank &r : layer.ranks)
+        CHECK(!r.out->written(0));
+}
+
 int main(int argc, char **argv) { return test_main(argc, argv); }

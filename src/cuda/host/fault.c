@@ -29,6 +29,34 @@ static mok_status say_mismatch(const mk_host_fault *f)
                    (ull)h->schedule_number, f->fault.rank);
 }
 
+static const char *const task_names[] = {
+#define NAME(upper, lower) #lower,
+    MK_TASK_LIST(NAME)
+#undef NAME
+};
+static const struct { const char *name, *raised_by; } counters[] = {
+#define NAME(space, name, writer, reader, need) {#name, writer},
+    MK_COUNTER_LIST(NAME)
+#undef NAME
+};
+
+static const char *owner_of(int64_t counter)
+{
+    return counter < MK_NUM_TILE_COUNTERS ? "tile" : counter == MK_COUNTER_wgrad_tasks_done ? "piece" : "shared tile";
+}
+
+static mok_status say_timeout(const mok_workspace *w, const mk_fault *f)
+{
+    const int64_t *v = f->value, counter = v[2];
+    if (counter < 0 || counter >= MK_NUM_COUNTERS || f->task < 0 || f->task >= MK_NUM_TASK_KINDS)
+        return mk_fail(MOK_E_TIMEOUT, "rank %d waited %lld ms for rank %d in %s (layer %llu, call %llu): its epoch is %llu, expected %llu", w->dims.rank,
+                       (long long)w->config.timeout_ms, f->rank, f->operation ? name_of(f->operation) : "a barrier", (ull)f->layer, (ull)f->call, (ull)v[0],
+                       (ull)v[1]);
+    return mk_fail(MOK_E_TIMEOUT, "rank %d waited %lld ms in %s (layer %llu, call %llu): %s needs %s of %s %lld, which is %lld, expected %lld (%s)", w->dims.rank,
+                   (long long)w->config.timeout_ms, name_of(f->operation), (ull)f->layer, (ull)f->call, task_names[f->task], counters[counter].name,
+                   owner_of(counter), (long long)v[3], (long long)v[0], (long long)v[1], counters[counter].raised_by);
+}
+
 static mok_status say(mok_workspace *w, const mk_host_fault *record)
 {
     const mk_fault *f = &record->fault;
@@ -44,9 +72,7 @@ static mok_status say(mok_workspace *w, const mk_host_fault *record)
                                          : "schedule was not filled by mok_schedule of this configuration");
     case MK_FAULT_TIMEOUT:
         w->broken = true;
-        return mk_fail(MOK_E_TIMEOUT, "rank %d waited %lld ms for rank %d in %s%s (layer %llu, call %llu): its epoch is %llu, expected %llu", w->dims.rank,
-                       (long long)w->config.timeout_ms, f->rank, v[3] ? "the end of " : "", f->operation ? name_of(f->operation) : "a barrier",
-                       (ull)f->layer, (ull)f->call, (ull)v[0], (ull)v[1]);
+        return say_timeout(w, f);
     default: return mk_fail(MOK_E_BUG, "the device's fault record has kind %d", f->kind);
     }
 }

@@ -330,7 +330,7 @@ MK_DEVICE void backward_wait(const mk_backward_params &p, const mk_table &t, Bac
         mk_need need;
         for (int i = 0; task.num_k_blocks != 0 && !waited && mk_task_need(&s.walk, &t, &p.rank.dims, as_walked, i, &need); i++)
             for (int32_t index = need.first + (int32_t)lane_idx(); index < need.end; index += 32)
-                wait_flag_at_least_gpu(counter_at(p.rank, need.counter, index), need.count, "backward_wait: operands of a task");
+                wait_counter(p.rank, as_walked.kind, need.counter, index, need.count, "backward_wait: operands of a task");
         sync_warp(); /* what every lane has acquired, lane 0 hands on */
         if (lane_idx() == 0) {
             mbar_arrive_release_cta(smem_addr(&s.ready[tasks.at.slot]));
@@ -442,7 +442,7 @@ struct BackwardMath {
         /* Release: the piece after it goes on from the partial sums, dispatch overwrites the rows. Acquire: whoever is last publishes
          * everybody's gradients. */
         const uint32_t before = ticket_take_acq_rel_gpu(counter_at(p.rank, MK_COUNTER_wgrad_tasks_done, task.tag), 1);
-        if (p.ready && task.kind & WGRAD_LAST && before + 1 == (uint32_t)mk_raised(&s.walk.grid, s.walk.grid.wgrad))
+        if (p.ready && task.kind & WGRAD_LAST && before + 1 == (uint32_t)mk_raised(&s.walk.grid, s.walk.grid.wgrad) && !skipped(p.rank))
             flag_store_release_sys(&p.ready[task.expert], p.ready_value);
     }
 

@@ -5,15 +5,9 @@
 
 #include "backend/operation.h"
 #include "base/log.h"
-#include "cuda/stage/stage.cuh"
-#include "cuda/sync/wait.cuh"
+#include "cuda/stage/fault.cuh"
 
 namespace mk {
-
-MK_DEVICE mk_call_head *call_head(const mk_rank_params &r, int64_t rank, uint64_t call)
-{
-    return in_peer<mk_call_head>(r, rank, r.memory.call_heads) + (call & 1);
-}
 
 MK_DEVICE void write_sentence(mk_call_head *head, const char *text, uint32_t bytes)
 {
@@ -73,7 +67,7 @@ MK_DEVICE void open_call(const mk_open_params &p)
     uint64_t schedule_number = call; /* a schedule's number is its call's, so that ranks agree on it whatever they called before */
     int32_t status = p.status;
     store(&state->calls, call);
-    store(&state->skip, 0u);
+    store(&state->skip, load(&state->given_up) ? 1u : 0u); /* a rank that gave up a pass is no longer in step with the others */
     store(&state->tickets[0], 0u);
     store(&state->tickets[1], 0u);
     store(&state->tickets[2], 0u);
@@ -127,34 +121,6 @@ MK_DEVICE void publish(const mk_publish_params &p, int64_t thread, int64_t num_t
 }
 
 /* ---- the rank barrier: ranks on GPUs of their own ---- */
-
-/* Word by word: heads lie in peers' memory, the host's copy in pinned host memory. */
-MK_DEVICE void copy_head(mk_call_head *to, const mk_call_head *from)
-{
-    for (uint32_t i = 0; i < sizeof(mk_call_head) / 8; i++)
-        store(reinterpret_cast<uint64_t *>(to) + i, load(reinterpret_cast<const uint64_t *>(from) + i));
-}
-
-/* One thread. The first trouble since the host last looked is kept; the data stages of this call do nothing. head: the offender's. */
-MK_DEVICE void fault_set(const mk_rank_params &r, int32_t kind, int32_t rank, const mk_call_head *head, int64_t v0, int64_t v1, int64_t v2, int64_t v3)
-{
-    mk_device_state *state = device_state(r);
-    store(&state->skip, 1u);
-    if (load(&state->fault.kind) != MK_FAULT_NONE)
-        return;
-    mk_fault f = {kind, head ? load(&head->operation) : 0, rank, 0, head ? load(&head->layer) : 0, load(&state->calls), {v0, v1, v2, v3}};
-    store(&state->fault, f);
-    if (!r.host_fault)
-        return;
-    if (head) {
-        copy_head(&r.host_fault->zero, call_head(r, 0, f.call));
-        copy_head(&r.host_fault->other, head);
-    }
-    f.kind = MK_FAULT_NONE;
-    store(&r.host_fault->fault, f);
-    /* Release: publishes the record to the host, whose acquire load of kind meets it. */
-    flag_store_release_sys(reinterpret_cast<uint32_t *>(&r.host_fault->fault.kind), (uint32_t)kind);
-}
 
 /* One thread, after a barrier that all have come to: a line for the log, if somebody came late. */
 MK_DEVICE void report_late(const mk_rank_params &r, const uint32_t *waited_ms, const int32_t *rank)

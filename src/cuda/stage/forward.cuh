@@ -207,7 +207,7 @@ MK_DEVICE void forward_wait(const mk_forward_params &p, const mk_table &t, Forwa
         if (task.num_k_blocks != 0)
             forward_trace(p, s, task, number);
         for (int i = 0; task.num_k_blocks != 0 && mk_task_need(&s.walk, &t, &p.rank.dims, as_walked, i, &need); i++)
-            wait_flag_at_least_gpu(counter_at(p.rank, need.counter, need.first), need.count, "forward: operands of a task");
+            wait_counter(p.rank, task.kind, need.counter, need.first, need.count, "forward: operands of a task");
         mbar_arrive_release_cta(smem_addr(&s.ready[slot]));
         tasks.release(s.gemm);
         if (task.num_k_blocks != 0)

@@ -9,8 +9,8 @@
 #ifndef MK_STAGE_S1_DISPATCH_CUH
 #define MK_STAGE_S1_DISPATCH_CUH
 
+#include "cuda/stage/fault.cuh"
 #include "cuda/stage/trace.cuh"
-#include "cuda/sync/wait.cuh"
 
 namespace mk {
 
@@ -119,7 +119,7 @@ struct Dispatch {
         const int64_t old = walk ? mk_tile_before(walk, r.dims.ring_tiles, tile) : -1;
         mk_need need;
         for (int i = 0; old >= 0 && mk_dispatch_need(walk, &t, old, i, &need); i++)
-            wait_flag_at_least_gpu(counter_at(r, need.counter, need.first), need.count, "s1_dispatch: free slot");
+            wait_counter(r, MK_TASK_DISPATCH, need.counter, need.first, need.count, "s1_dispatch: free slot");
     }
 
     /* All rows of the tile to copy from are there. Acquire: pairs with the release in announce of whoever moved them. */
@@ -128,7 +128,7 @@ struct Dispatch {
         if (!d.waits)
             return;
         const int64_t tile = d.from / MK_ROW_TILE;
-        wait_flag_at_least_gpu(counter_at(r, MK_COUNTER_s1_rows_arrived, tile), (uint32_t)mk_valid_rows(&t, tile), "s1_dispatch: tile to copy from");
+        wait_counter(r, MK_TASK_DISPATCH, MK_COUNTER_s1_rows_arrived, tile, (uint32_t)mk_valid_rows(&t, tile), "s1_dispatch: tile to copy from");
     }
 
     /* ---- moving ---- */

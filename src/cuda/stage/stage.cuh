@@ -16,8 +16,8 @@ template <class T> MK_DEVICE T *in_heap(const mk_rank_params &r, int64_t offset)
 /* The same buffer in another rank's heap. */
 template <class T> MK_DEVICE T *in_peer(const mk_rank_params &r, int64_t rank, int64_t offset) { return reinterpret_cast<T *>(load(&r.heaps[rank]) + offset); }
 
-/* This call's data stages do nothing: trouble was found, by all ranks alike. Written by an earlier launch. */
-MK_DEVICE bool skipped(const mk_rank_params &r) { return load(&device_state(r)->skip) != 0; }
+/* This call's data stages do nothing: trouble was found, by all ranks alike in an earlier launch, or by a wait of this one that ran out. */
+MK_DEVICE bool skipped(const mk_rank_params &r) { return flag_load_relaxed_gpu(&device_state(r)->skip) != 0; }
 
 MK_DEVICE uint32_t *counter_at(const mk_rank_params &r, int32_t counter, int64_t index)
 {

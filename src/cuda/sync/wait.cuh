@@ -1,5 +1,6 @@
 /* Every wait of device code. A wait has a name, which says what is missing when it never ends; the emulator prints it.
- * Waits inside a CTA or cluster are for work that other warps are bound to finish; they need no limit of their own. */
+ * Waits inside a CTA or cluster are for work that other warps are bound to finish, because the waits for other CTAs and ranks are bounded; they
+ * need no limit of their own. */
 #ifndef MK_SYNC_WAIT_CUH
 #define MK_SYNC_WAIT_CUH
 
@@ -24,14 +25,27 @@ MK_DEVICE void wait_mbar_cluster(uint32_t bar, uint32_t parity, const char *what
 }
 
 /* A counter in this GPU's memory; pairs with flag_add_release_gpu of whoever counts. What was published may then be read by
- * plain loads; before a TMA or bulk load of it, fence_proxy_async_global in the thread that issues the load. */
-MK_DEVICE void wait_flag_at_least_gpu(const uint32_t *flag, uint32_t wanted, const char *what)
+ * plain loads; before a TMA or bulk load of it, fence_proxy_async_global in the thread that issues the load. Bounded: returns what was seen last,
+ * which is less than wanted if the time ran out or if somebody else has set *given_up; both are looked at once in so many polls,
+ * so a wait that does not last costs nothing more. */
+constexpr uint32_t kPollsBetweenLooks = 256;
+
+MK_DEVICE uint32_t wait_flag_at_least_gpu(const uint32_t *flag, uint32_t wanted, const uint32_t *given_up, uint64_t timeout_ns, const char *what)
 {
+    uint64_t start = 0; /* as of the first look */
+    uint32_t seen;
     note_wait(what);
-    while ((int32_t)(flag_load_acquire_gpu(flag) - wanted) < 0) {
+    for (uint32_t polls = 1; (int32_t)((seen = flag_load_acquire_gpu(flag)) - wanted) < 0; polls++) {
+        if (polls % kPollsBetweenLooks == 0) {
+            const uint64_t now = time_ns();
+            start = start ? start : now;
+            if (flag_load_relaxed_gpu(given_up) != 0 || now - start >= timeout_ns)
+                break;
+        }
         sleep_ns(32);
         note_wait(what);
     }
+    return seen;
 }
 
 /* Another rank's epoch in this rank's own heap; pairs with the release in rank_barrier there. Bounded: returns what was seen last, which is
