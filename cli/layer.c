@@ -184,6 +184,7 @@ typedef struct rank_job {
     mok_status copy_status; /* the first copy that failed */
     void *schedule, *context;
     void **tables[12]; /* pointer tables of weights and gradients */
+    uint8_t *pair[4];  /* unless gate and up are separate: weights and gradients of both in one matrix, routed, then shared; made once */
     uint8_t *mx[3];    /* gate, up, down: elements, scales, transposed elements, transposed scales behind each other; made once */
     mok_status status;
     char error[512];
@@ -254,6 +255,8 @@ static void free_memory(rank_job *job)
         mok_memory_free(job->w, job->copies[i].there);
     for (int i = 0; i < 3; i++)
         free(job->mx[i]);
+    for (int i = 0; i < 4; i++)
+        free(job->pair[i]);
     mok_memory_free(job->w, job->schedule);
     mok_memory_free(job->w, job->context);
 }
@@ -308,6 +311,37 @@ static mok_weight quantised_weight(rank_job *job, int slot, const uint16_t *base
                         .transposed_scales = input(job, memory + 2 * elements + scales, turned)};
 }
 
+/* Gate and up [count, width, H] into one matrix [count, 2 width, H] with the rows of cfg.gate_up, or out of it. */
+static void move_pair(const mok_config *c, uint8_t *pair, char *gate, char *up, int64_t count, int64_t width, int64_t element, bool into)
+{
+    int64_t bytes = c->hidden * element;
+    bool interleaved = c->gate_up == MOK_GATE_UP_INTERLEAVED;
+    for (int64_t row = 0; row < count * width; row++) {
+        uint8_t *first = pair + (row / width * 2 * width + (interleaved ? 2 : 1) * (row % width)) * bytes, *second = first + (interleaved ? 1 : width) * bytes;
+        memcpy(into ? first : (uint8_t *)gate + row * bytes, into ? (uint8_t *)gate + row * bytes : first, (size_t)bytes);
+        memcpy(into ? second : (uint8_t *)up + row * bytes, into ? (uint8_t *)up + row * bytes : second, (size_t)bytes);
+    }
+}
+
+static bool in_pairs(const rank_job *job) { return job->problem->cfg.gate_up != MOK_GATE_UP_SEPARATE && !job->options->experts_by_pointer; }
+
+/* Where the backend finds a pair; no memory is kept in copy_status. */
+static void *place_pair(rank_job *job, int slot, const void *gate, const void *up, int64_t count, int64_t width, int64_t element, bool comes_back)
+{
+    const mok_config *c = &job->problem->cfg;
+    int64_t bytes = 2 * count * width * c->hidden * element;
+    if (!bytes)
+        return NULL;
+    if (!job->pair[slot]) {
+        job->pair[slot] = malloc((size_t)bytes);
+        if (job->pair[slot])
+            move_pair(c, job->pair[slot], (char *)(uintptr_t)gate, (char *)(uintptr_t)up, count, width, element, true);
+        else
+            job->copy_status = MOK_E_MEMORY;
+    }
+    return place(job, job->pair[slot], bytes, comes_back);
+}
+
 static mok_weight routed_weight(rank_job *job, int slot, const uint16_t *base)
 {
     const mok_config *c = &job->problem->cfg;
@@ -341,17 +375,53 @@ static mok_weights weights_of(rank_job *job)
 {
     const layer_problem *p = job->problem;
     int64_t shared = p->cfg.shared_intermediate * p->cfg.hidden * 2;
+    if (in_pairs(job))
+        return (mok_weights){.gate = {.packed = place_pair(job, 0, from_expert(job, p->gate, 2), from_expert(job, p->up, 2), job->num_experts, p->cfg.intermediate, 2, false)},
+                             .down = routed_weight(job, 2, p->down),
+                             .shared_gate = {.packed = place_pair(job, 1, p->shared_gate, p->shared_up, 1, p->cfg.shared_intermediate, 2, false)},
+                             .shared_down = {.packed = input(job, p->shared_down, shared)},
+                             .shared_output_gate = input(job, p->shared_output_gate, p->cfg.hidden * 2)};
     return (mok_weights){.gate = routed_weight(job, 0, p->gate), .up = routed_weight(job, 1, p->up), .down = routed_weight(job, 2, p->down),
                          .shared_gate = {.packed = input(job, p->shared_gate, shared)}, .shared_up = {.packed = input(job, p->shared_up, shared)},
                          .shared_down = {.packed = input(job, p->shared_down, shared)},
                          .shared_output_gate = input(job, p->shared_output_gate, p->cfg.hidden * 2)};
 }
 
+/* This rank's part of a result of the shared expert. */
+static void *of_rank(const rank_job *job, void *base)
+{
+    const mok_config *c = &job->problem->cfg;
+    return (char *)base + job->rank * c->shared_intermediate * c->hidden * job->result->grad_bytes;
+}
+
+static mok_grad pair_grad(rank_job *job, int slot, void *gate, void *up, int64_t count, int64_t width)
+{
+    return (mok_grad){.packed = place_pair(job, slot, gate, up, count, width, job->result->grad_bytes, true), .dtype = job->options->grad_dtype,
+                      .accumulate = job->options->accumulate};
+}
+
+static void split_pair_grads(const rank_job *job)
+{
+    const mok_config *c = &job->problem->cfg;
+    const layer_result *r = job->result;
+    if (job->pair[2])
+        move_pair(c, job->pair[2], from_expert(job, r->dgate, r->grad_bytes), from_expert(job, r->dup, r->grad_bytes), job->num_experts, c->intermediate,
+                  r->grad_bytes, false);
+    if (job->pair[3])
+        move_pair(c, job->pair[3], of_rank(job, r->dshared_gate), of_rank(job, r->dshared_up), 1, c->shared_intermediate, r->grad_bytes, false);
+}
+
 static mok_grads grads_of(rank_job *job)
 {
     const mok_config *c = &job->problem->cfg;
     layer_result *r = job->result;
-    int64_t shared = c->shared_intermediate * c->hidden;
+    int64_t shared = c->shared_intermediate * c->hidden, element = r->grad_bytes;
+    if (in_pairs(job))
+        return (mok_grads){.gate = pair_grad(job, 2, from_expert(job, r->dgate, element), from_expert(job, r->dup, element), job->num_experts, c->intermediate),
+                           .down = routed_grad(job, 5, r->ddown),
+                           .shared_gate = pair_grad(job, 3, of_rank(job, r->dshared_gate), of_rank(job, r->dshared_up), 1, c->shared_intermediate),
+                           .shared_down = shared_grad(job, r->dshared_down, shared),
+                           .shared_output_gate = shared_grad(job, r->dshared_output_gate, c->shared_gate ? c->hidden : 0)};
     return (mok_grads){.gate = routed_grad(job, 3, r->dgate), .up = routed_grad(job, 4, r->dup), .down = routed_grad(job, 5, r->ddown),
                        .shared_gate = shared_grad(job, r->dshared_gate, shared), .shared_up = shared_grad(job, r->dshared_up, shared),
                        .shared_down = shared_grad(job, r->dshared_down, shared),
@@ -474,6 +544,7 @@ static mok_status run_workspace(rank_job *job, mok_workspace *w)
             o->after_pass(w, o->user);
     }
     TRY(bring_back(job));
+    split_pair_grads(job);
     job->result->stats[job->rank] = MOK_INIT(mok_stats);
     job->result->info[job->rank] = MOK_INIT(mok_schedule_info);
     if (job->rank == 0)

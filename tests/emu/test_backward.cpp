@@ -330,6 +330,40 @@ TEST(a_step_is_traced)
     layer_free(&p);
 }
 
+/* Gate and up in one matrix change no bit: of another run on the same data, and against the cpu backend with the same layout. */
+TEST(one_matrix_for_gate_and_up_changes_no_bit)
+{
+    layer_problem separate = make_problem(60, 64, 3, 128, 64);
+    const Gradients want = run_layer(separate, make_run("separate", 1, 512, 128));
+    for (mok_gate_up layout : {MOK_GATE_UP_COMBINED, MOK_GATE_UP_INTERLEAVED}) {
+        layer_problem p = make_problem(60, 64, 3, 128, 64, layout);
+        Run first = make_run(layout == MOK_GATE_UP_COMBINED ? "combined" : "interleaved", 1, 512, 128), cpu = first, two = first;
+        cpu.backend = MOK_BACKEND_CPU;
+        two.ranks = 2;
+        two.save = MOK_SAVE_NONE;
+        const Gradients got = run_layer(p, first);
+        check_bits(first, got, want);
+        check_close(first, got, run_layer(p, cpu));
+        check_bits(two, run_layer(p, two), want);
+        layer_free(&p);
+    }
+    layer_free(&separate);
+}
+
+/* Some gates and ups lie beyond the limit: their gradients are 0. */
+TEST(a_limit_of_swiglu_stops_gradients)
+{
+    layer_problem p = make_problem(60, 64, 3, 128, 64), free_of_it = make_problem(60, 64, 3, 128, 64);
+    p.cfg.swiglu_limit = 0.75f;
+    Run staged = make_run("staged", 1, 512, 128);
+    staged.backward = "staged";
+    compare(p, {staged, make_run("two ranks", 2, 512, 128, MOK_SAVE_NONE)});
+    const Gradients got = run_layer(p, staged), other = run_layer(free_of_it, staged);
+    CHECK(got.ok && other.ok && got.dx != other.dx);
+    layer_free(&p);
+    layer_free(&free_of_it);
+}
+
 TEST(stats_are_those_of_the_cpu)
 {
     layer_problem p = make_problem(150, 0);
