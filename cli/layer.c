@@ -141,11 +141,12 @@ bool layer_result_make(layer_result *r, const layer_problem *p, const layer_opti
     r->dshared_up = poisoned(ranks * shared * element);
     r->dshared_down = poisoned(ranks * shared * element);
     r->dshared_output_gate = poisoned(ranks * c->hidden * element);
+    r->ready = poisoned(c->num_experts * 4);
     r->tokens_per_expert = poisoned(c->num_experts * 8);
     r->stats = calloc((size_t)ranks, sizeof *r->stats);
     r->info = calloc((size_t)ranks, sizeof *r->info);
     if (r->out && r->dx && r->drouter_weights && r->dgate && r->dup && r->ddown && r->dshared_gate && r->dshared_up && r->dshared_down &&
-        r->dshared_output_gate && r->tokens_per_expert && r->stats && r->info)
+        r->dshared_output_gate && r->ready && r->tokens_per_expert && r->stats && r->info)
         return true;
     layer_result_free(r);
     return false;
@@ -154,7 +155,7 @@ bool layer_result_make(layer_result *r, const layer_problem *p, const layer_opti
 void layer_result_free(layer_result *r)
 {
     void *all[] = {r->out, r->dx, r->drouter_weights, r->dgate, r->dup, r->ddown, r->dshared_gate, r->dshared_up, r->dshared_down,
-                   r->dshared_output_gate, r->tokens_per_expert, r->stats, r->info};
+                   r->dshared_output_gate, r->ready, r->tokens_per_expert, r->stats, r->info};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
         free(all[i]);
     memset(r, 0, sizeof *r);
@@ -185,6 +186,7 @@ typedef struct rank_job {
     void *schedule, *context;
     void **tables[12]; /* pointer tables of weights and gradients */
     uint8_t *pair[4];  /* unless gate and up are separate: weights and gradients of both in one matrix, routed, then shared; made once */
+    uint16_t *router[2]; /* router weights and their gradients in bf16, if they are to be; made once */
     uint8_t *mx[3];    /* gate, up, down: elements, scales, transposed elements, transposed scales behind each other; made once */
     mok_status status;
     char error[512];
@@ -257,6 +259,8 @@ static void free_memory(rank_job *job)
         free(job->mx[i]);
     for (int i = 0; i < 4; i++)
         free(job->pair[i]);
+    free(job->router[0]);
+    free(job->router[1]);
     mok_memory_free(job->w, job->schedule);
     mok_memory_free(job->w, job->context);
 }
@@ -428,6 +432,30 @@ static mok_grads grads_of(rank_job *job)
                        .shared_output_gate = shared_grad(job, r->dshared_output_gate, c->shared_gate ? c->hidden : 0)};
 }
 
+/* Router weights (slot 0) or their gradients (1) of this rank, in the configuration's format. No memory is kept in copy_status. */
+static void *place_router(rank_job *job, int slot, float *all)
+{
+    float *mine = all + job->first_token * job->problem->cfg.topk;
+    int64_t n = job->num_tokens * job->problem->cfg.topk;
+    if (job->problem->cfg.router_dtype != MOK_BF16)
+        return place(job, mine, n * 4, slot == 1);
+    if (!job->router[slot]) {
+        job->router[slot] = malloc((size_t)(2 * n + 2));
+        for (int64_t i = 0; i < n && job->router[slot]; i++)
+            job->router[slot][i] = layer_bf16(mine[i]);
+        if (!job->router[slot])
+            job->copy_status = MOK_E_MEMORY;
+    }
+    return place(job, job->router[slot], n * 2, slot == 1);
+}
+
+static void widen_router_grads(const rank_job *job)
+{
+    int64_t topk = job->problem->cfg.topk;
+    for (int64_t i = 0; i < job->num_tokens * topk && job->router[1]; i++)
+        job->result->drouter_weights[job->first_token * topk + i] = layer_float(job->router[1][i]);
+}
+
 static mok_schedule_args schedule_args(rank_job *job)
 {
     const layer_problem *p = job->problem;
@@ -443,12 +471,12 @@ static mok_schedule_args schedule_args(rank_job *job)
 static mok_forward_args forward_args(rank_job *job)
 {
     const layer_problem *p = job->problem;
-    int64_t hidden = p->cfg.hidden, topk = p->cfg.topk, t = job->first_token, n = job->num_tokens;
+    int64_t hidden = p->cfg.hidden, t = job->first_token, n = job->num_tokens;
     mok_forward_args f = MOK_INIT(mok_forward_args);
     f.num_tokens = n;
     f.schedule = job->schedule;
     f.x = input(job, p->x + t * hidden, n * hidden * 2);
-    f.router_weights = input(job, p->router_weights + t * topk, n * topk * 4);
+    f.router_weights = place_router(job, 0, p->router_weights);
     f.weights = weights_of(job);
     f.context = job->options->forward_only || job->options->recompute ? NULL : job->context;
     f.out = result(job, job->result->out + t * hidden, n * hidden * 2);
@@ -458,7 +486,7 @@ static mok_forward_args forward_args(rank_job *job)
 static mok_backward_args backward_args(rank_job *job, const mok_forward_args *f)
 {
     const layer_problem *p = job->problem;
-    int64_t hidden = p->cfg.hidden, topk = p->cfg.topk, t = job->first_token, n = job->num_tokens;
+    int64_t hidden = p->cfg.hidden, t = job->first_token, n = job->num_tokens;
     mok_backward_args b = MOK_INIT(mok_backward_args);
     b.num_tokens = n;
     b.schedule = job->schedule;
@@ -468,8 +496,12 @@ static mok_backward_args backward_args(rank_job *job, const mok_forward_args *f)
     b.router_weights = f->router_weights;
     b.weights = f->weights;
     b.dx = result(job, job->result->dx + t * hidden, n * hidden * 2);
-    b.drouter_weights = result(job, job->result->drouter_weights + t * topk, n * topk * 4);
+    b.drouter_weights = place_router(job, 1, job->result->drouter_weights);
     b.grads = grads_of(job);
+    if (job->options->ready_value) {
+        b.grads.ready = result(job, job->result->ready + job->first_expert, job->num_experts * 4);
+        b.grads.ready_value = job->options->ready_value;
+    }
     return b;
 }
 
@@ -545,6 +577,7 @@ static mok_status run_workspace(rank_job *job, mok_workspace *w)
     }
     TRY(bring_back(job));
     split_pair_grads(job);
+    widen_router_grads(job);
     job->result->stats[job->rank] = MOK_INIT(mok_stats);
     job->result->info[job->rank] = MOK_INIT(mok_schedule_info);
     if (job->rank == 0)

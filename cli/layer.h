@@ -12,7 +12,7 @@ typedef struct layer_problem {
     mok_config cfg;             /* shape and arithmetic; ring, minibatch … are set per run */
     int64_t tokens;             /* N */
     uint16_t *x, *dout;         /* [N, H] bf16 */
-    float *router_weights;      /* [N, K] */
+    float *router_weights;      /* [N, K]; rounded for the backend if cfg.router_dtype is bf16, and its gradients widened */
     int32_t *expert_ids;        /* [N, K] */
     uint16_t *gate, *up, *down; /* [E, I, H], [E, I, H], [E, H, I] bf16 */
     uint16_t *shared_gate, *shared_up, *shared_down, *shared_output_gate; /* [Is, H], [Is, H], [H, Is], [H] */
@@ -40,6 +40,7 @@ typedef struct layer_options {
     bool mx_prequantised;          /* MXFP8: routed weights are quantised before, with mok_mx_quantise; not with experts_by_pointer */
     mok_dtype grad_dtype;
     bool accumulate;               /* gradients add to what the result holds: fill it first */
+    uint32_t ready_value;          /* what an expert's flag becomes when its gradients are written; 0: no flags */
     int64_t repeat;                /* passes over the same data; 0 = 1 */
     void (*before_pass)(mok_workspace *w, void *user); /* tests: poison the workspace; may be NULL */
     void (*after_pass)(mok_workspace *w, void *user);  /* of a pass that worked; on the rank's thread, as before_pass */
@@ -51,6 +52,7 @@ typedef struct layer_result {
     float *drouter_weights;        /* [N, K] */
     void *dgate, *dup, *ddown;     /* [E, I, H], [E, I, H], [E, H, I] of grad_dtype */
     void *dshared_gate, *dshared_up, *dshared_down, *dshared_output_gate; /* [ranks, …] of grad_dtype */
+    uint32_t *ready;               /* [E] */
     int64_t *tokens_per_expert;    /* [E] as rank 0 saw the whole batch */
     mok_stats *stats;              /* [ranks] */
     mok_schedule_info *info;       /* [ranks] */

@@ -23,7 +23,7 @@ struct Run {
     const char *backward = nullptr;
     bool two_calls = false, recompute = false, accumulate = false;
     mok_dtype dtype = MOK_FP32;
-    uint32_t resident = 2;
+    uint32_t resident = 2, ready_value = 0;
     bool traced = false;
 };
 
@@ -32,6 +32,7 @@ struct Gradients {
     std::vector<uint16_t> out, dx;
     std::vector<float> drouter;
     std::vector<uint8_t> weights[3], shared[4];
+    std::vector<uint32_t> ready;
     mok_stats stats = {};
     int64_t link_bytes = 0;  /* that all ranks counted */
     bool ok = false;
@@ -90,6 +91,7 @@ static Gradients run_layer(const layer_problem &problem, const Run &run)
     o.recompute = run.recompute;
     o.grad_dtype = run.dtype;
     o.accumulate = run.accumulate;
+    o.ready_value = run.ready_value;
     o.before_pass = run.traced ? start_trace : nullptr;
     o.after_pass = run.traced ? read_trace : nullptr;
     setenv("MOK_BACKWARD", run.backward ? run.backward : "fused", 1);
@@ -123,6 +125,7 @@ static Gradients run_layer(const layer_problem &problem, const Run &run)
     for (size_t i = 0; i < 4 && shared; i++)
         got.shared[i].assign(shared_grads[i], shared_grads[i] + shared_bytes[i]);
     got.stats = r.stats[0];
+    got.ready.assign(r.ready, r.ready + c.num_experts);
     for (int32_t i = 0; i < run.ranks; i++)
         got.link_bytes += r.stats[i].bytes_pulled_peer + r.stats[i].bytes_pushed_peer;
     layer_result_free(&r);
@@ -362,6 +365,33 @@ TEST(a_limit_of_swiglu_stops_gradients)
     CHECK(got.ok && other.ok && got.dx != other.dx);
     layer_free(&p);
     layer_free(&free_of_it);
+}
+
+TEST(router_weights_in_bf16)
+{
+    layer_problem p = make_problem(60, 0, 3, 128, 64);
+    p.cfg.router_dtype = MOK_BF16;
+    compare(p, {make_run("two ranks", 2, 512, 128, MOK_SAVE_NONE)});
+    layer_free(&p);
+}
+
+/* Experts without rows, and those whose gradient is made of several pieces, too. */
+TEST(every_expert_is_ready_in_the_end)
+{
+    for (layer_routing routing : {LAYER_UNIFORM, LAYER_ONE_EXPERT}) {
+        layer_problem p = make_problem(200, 0, 5, 128, 64, MOK_GATE_UP_SEPARATE, routing);
+        Run run = make_run("flags", 2, 256, 128), without = run, cpu = run;
+        run.ready_value = cpu.ready_value = 7;
+        cpu.backend = MOK_BACKEND_CPU;
+        const Gradients got = run_layer(p, run), none = run_layer(p, without), want = run_layer(p, cpu);
+        for (uint32_t ready : got.ready)
+            CHECK_EQ(ready, 7);
+        CHECK(got.ready == want.ready);
+        for (uint32_t ready : none.ready)
+            CHECK_EQ(ready, ~0u);
+        check_bits(run, got, none);
+        layer_free(&p);
+    }
 }
 
 TEST(stats_are_those_of_the_cpu)
