@@ -43,7 +43,7 @@ static int half_of(const record_list *l, int i)
     if (l->split)
         return !l->marked[i];
     for (int k = 0; k < i; k++)
-        before += l->records[k].c.pass == l->records[i].c.pass && l->records[k].c.sustained == l->records[i].c.sustained &&
+        before += l->records[k].c.pass == l->records[i].c.pass && l->records[k].both == l->records[i].both && l->records[k].c.sustained == l->records[i].c.sustained &&
                   l->records[k].c.strategy == l->records[i].c.strategy &&
                   (l->records[k].c.dims.num_ranks > 1) == (l->records[i].c.dims.num_ranks > 1);
     return before % 2;

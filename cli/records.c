@@ -85,7 +85,32 @@ static const char *optional_text(const reader *r, const char *key, const char *o
     return v && v->type == JSON_STRING ? v->string : otherwise;
 }
 
-/* The fields that only other systems' measurements have. */
+/* The policy of a context, by the names of bench/. */
+static bool save_of(reader *r, mok_save *save)
+{
+    static const char *const names[] = {[MOK_SAVE_AUTO] = "auto", [MOK_SAVE_NONE] = "none", [MOK_SAVE_RING] = "ring", [MOK_SAVE_ALL] = "all"};
+    const char *name = optional_text(r, "save", "auto");
+    for (int i = MOK_SAVE_AUTO; i <= MOK_SAVE_ALL; i++)
+        if (!strcmp(name, names[i])) {
+            *save = (mok_save)i;
+            return true;
+        }
+    snprintf(r->error, r->size, "%s: record %d has \"save\": \"%s\", which is not auto, none, ring or all", r->path, r->index, name);
+    return false;
+}
+
+/* "forward", "backward", or "train": one after the other. */
+static bool pass_of(reader *r, const char *name, sim_record *out, mk_pass *pass)
+{
+    out->both = !strcmp(name, "train");
+    *pass = !strcmp(name, "forward") ? MK_PASS_FORWARD : MK_PASS_BACKWARD;
+    if (out->both || !strcmp(name, "forward") || !strcmp(name, "backward"))
+        return true;
+    snprintf(r->error, r->size, "%s: record %d has the pass \"%s\", which is not forward, backward or train", r->path, r->index, name);
+    return false;
+}
+
+/* The fields that may be left out. */
 static bool take_settings(reader *r, const sim_profile *p, mok_config *cfg, int32_t ranks, mk_pass pass, sim_record *out)
 {
     sim_strategy_id strategy;
@@ -97,7 +122,10 @@ static bool take_settings(reader *r, const sim_profile *p, mok_config *cfg, int3
     mok_config with = *cfg;
     with.ring_rows = optional(r, "ring_rows");
     with.minibatch_rows = with.minibatch_rows_bwd = optional(r, "minibatch_rows");
-    with.save = !strcmp(optional_text(r, "save", "auto"), "all") ? MOK_SAVE_ALL : !strcmp(optional_text(r, "save", "auto"), "none") ? MOK_SAVE_NONE : MOK_SAVE_AUTO;
+    mok_save save;
+    if (!save_of(r, &save))
+        return false;
+    with.save = save;
     if (!case_of(serial ? cfg : &with, ranks, p, pass, &out->c, r->error, r->size))
         return false;
     if (serial)
@@ -130,11 +158,15 @@ static bool take(reader *r, const sim_profile *p, sim_record *out, char name[96]
     int64_t chosen = cfg.num_experts; /* of a small share, experts that nobody chooses fill up to top-k */
     if (cfg.num_experts < cfg.topk)
         cfg.num_experts = cfg.topk;
-    if (!take_settings(r, p, &cfg, ranks, strcmp(pass, "backward") ? MK_PASS_FORWARD : MK_PASS_BACKWARD, out))
+    mk_pass which;
+    if (!pass_of(r, pass, out, &which) || !take_settings(r, p, &cfg, ranks, which, out))
         return false;
     out->c.sustained = !strcmp(mode, "sustained");
     out->measured = ms->number * 1e-3;
     snprintf(name, 96, "%.40s T%d, %d rank%s, %s, %s", shape, (int)cfg.max_tokens, ranks, ranks > 1 ? "s" : "", pass, mode);
+    int64_t ring = optional(r, "ring_rows");
+    if (json_get(r->record, "save") && ring && ring < cfg.max_tokens * cfg.topk) /* bench/ writes the ring down when it holds all rows, too */
+        snprintf(name + strlen(name), 96 - strlen(name), ", ring %d, save %s", (int)ring, optional_text(r, "save", "auto"));
     sim_routing routing = {.kind = strcmp(optional_text(r, "routing", ""), "uniform") ? SIM_REPLACEMENT : SIM_UNIFORM, .seed = 1};
     int32_t *ids = malloc(sizeof *ids * (size_t)(cfg.max_tokens * ranks * cfg.topk));
     bool ok = ids && sim_make_routes(&routing, cfg.max_tokens * ranks, cfg.topk, chosen, ids);

@@ -1,5 +1,7 @@
-/* Records of bench/bench_layer.py as cases for the simulator. Measurements of other systems have a few more fields, which may be left out:
- *   "strategy", "comm_sms", "ring_rows", "minibatch_rows", "save": as the options of mok simulate
+/* Records of bench/bench_layer.py as cases for the simulator. A record's pass is forward, backward, or train: one after the other. These fields may be
+ * left out:
+ *   "ring_rows", "minibatch_rows", "save": as the options of mok simulate
+ *   "strategy", "comm_sms": the same, of other systems' measurements
  *   "dtype": "mxfp8"; "routing": "uniform" instead of the draws of bench/
  *   "fit": true or false, which half the record belongs to; in all records of a file or in none */
 #ifndef MOK_CLI_RECORDS_H

@@ -20,10 +20,13 @@ double sim_predict(const sim_record *r, const sim_profile *p)
     sim_case c = r->c;
     sim_result *out = malloc(sizeof *out);
     char error[256];
-    double seconds = NAN;
+    double seconds = 0;
     c.profile = *p;
-    if (out && sim_on_tables(&c, &r->tables, out, error, sizeof error))
-        seconds = out->seconds;
+    for (int i = 0; i < (r->both ? 2 : 1); i++) {
+        if (r->both)
+            c.pass = i ? MK_PASS_BACKWARD : MK_PASS_FORWARD;
+        seconds += out && sim_on_tables(&c, &r->tables, out, error, sizeof error) ? out->seconds : NAN;
+    }
     free(out);
     return seconds;
 }

@@ -6,9 +6,10 @@
 
 enum { SIM_MAX_FREE = 8 };
 
-/* A measured pass: the case without its profile, and the seconds it took. */
+/* A measured pass: the case without its profile, and the seconds it took; or a forward and its backward in one time. */
 typedef struct sim_record {
     sim_case c;
+    bool both;                 /* the forward, then the backward, whatever c.pass says */
     double measured, predicted;
     sim_tables tables;         /* of sim_make_tables, made once */
     bool calibrate;            /* the fit sees it */

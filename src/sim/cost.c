@@ -66,7 +66,7 @@ static sim_cost weight_gradient(const sim_state *s, double rows, int32_t tasks, 
 {
     const sim_profile *p = &s->c->profile;
     double cols = p->tile_cols * p->cluster, h = (double)s->c->dims.hidden, out = MK_ROW_TILE * cols * (cut ? 8 : 2);
-    sim_cost cost = {.flops = 2.0 * MK_ROW_TILE * cols * rows / p->wgrad_factor, .epilogue = p->epilogue_us * p->tile_cols / 128 * 1e-6};
+    sim_cost cost = {.flops = 2.0 * MK_ROW_TILE * cols * rows / p->wgrad_factor, .epilogue = (p->wgrad_epilogue_us + cut * p->wgrad_cut_us) * p->tile_cols / 128 * 1e-6};
     cost.hbm_bytes = out + rows * 2 * (2 * h + 3 * width) / tasks; /* x, dout, dgate, dup and w h, once */
     return cost;
 }

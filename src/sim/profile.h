@@ -20,6 +20,8 @@
     X(epilogue_us, 3, "us to bring out one plain tile of 128 x 128")                                                               \
     X(swiglu_bwd_us, 3.3, "us that the derivative of SwiGLU adds to such a tile, hidden or not")                                   \
     X(wgrad_factor, 0.96, "rate of a weight gradient / rate of the other products")                                                \
+    X(wgrad_epilogue_us, 8.4, "us to bring out such a tile of a weight gradient")                                                  \
+    X(wgrad_cut_us, 9.3, "us more if other tasks add to the same tile: its sums are read and written in fp32")                     \
     X(stall_us, 1.5, "us from a counter reaching its count to the first product of a task that waited for it")                     \
     X(hbm_gbps, 4200, "GB/s between L2 and memory, reads and writes together")                                                     \
     X(l2_mib, 48, "MiB of L2 within which something is found again")                                                               \
