@@ -573,7 +573,7 @@ static void refuse_pointers(rank_env *e)
     REFUSED(x, (char *)e->x + 2, MOK_E_ARG, "backend cuda needs it aligned to 16 bytes");
     REFUSED(out, (char *)e->out + 8, MOK_E_ARG, "out is at ");
     REFUSED(x, host, MOK_E_ARG, "which is no memory of the CUDA driver: backend cuda takes device pointers");
-    REFUSED(weights.gate.packed, host, MOK_E_ARG, "gate is at ");
+    REFUSED(weights.gate.packed, host, MOK_E_ARG, "weights.gate is at ");
     REFUSED(weights.down.packed, (char *)e->down + 4, MOK_E_ARG, "down is at ");
     s.expert_ids = (const int32_t *)(const void *)host;
     EXPECT(mok_schedule(e->w, &s, NULL), MOK_E_ARG);

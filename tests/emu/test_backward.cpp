@@ -394,6 +394,16 @@ TEST(every_expert_is_ready_in_the_end)
     }
 }
 
+/* 33 rows of one expert, the last two of one token: a batch of dispatch with nothing but a row that the batch before has moved. */
+TEST(a_batch_of_duplicates_alone)
+{
+    layer_problem p = make_problem(17, 0, 2, 128, 64);
+    for (int64_t i = 0; i < 34; i++)
+        p.expert_ids[i] = i == 0 ? -1 : 0;
+    compare(p, {make_run("two ranks", 2, 256, 128), make_run("nothing saved", 1, 256, 128, MOK_SAVE_NONE)});
+    layer_free(&p);
+}
+
 TEST(stats_are_those_of_the_cpu)
 {
     layer_problem p = make_problem(150, 0);

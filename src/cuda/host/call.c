@@ -65,7 +65,7 @@ static mok_status follow_last_call(cuda_call *c)
     if (!s->clear_fault)
         return MOK_OK;
     /* The host has taken the record of an earlier call; behind that call, the device may write a new one. */
-    s->clear_fault = false;
+    s->clear_fault = c->capturing; /* a replay would clear what it should not; this moment's record is still to be cleared */
     MK_CUDA_TRY(c->api->cuMemsetD32Async(mk_cu_address(c->w->local + c->w->memory.device_state + offsetof(mk_device_state, fault.kind)), MK_FAULT_NONE, 1,
                                          c->stream),
                 "rank %d: clearing the device's fault record", c->w->dims.rank);

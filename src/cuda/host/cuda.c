@@ -199,7 +199,7 @@ static mok_status check_memory(checker *c, const char *name, const void *pointer
 static mok_status check_weight(checker *c, const char *name, const mok_weight *m, bool used)
 {
     if (used && m->experts)
-        return mk_fail(MOK_E_UNSUPPORTED, "weights.%s.experts is given: backend cuda reads packed weights only, for now", name);
+        return mk_fail(MOK_E_UNSUPPORTED, "%s.experts is given: backend cuda reads packed weights only, for now", name);
     return check_memory(c, name, used ? m->packed : NULL, 16);
 }
 
@@ -223,18 +223,18 @@ static mok_status check_forward(checker *c, const mok_forward_args *a, bool down
     MK_TRY(check_memory(c, "router_weights", a->num_tokens && down ? a->router_weights : NULL, w->config.router_dtype == MOK_BF16 ? 2 : 4));
     MK_TRY(check_memory(c, "out", a->num_tokens && down ? a->out : NULL, 16));
     MK_TRY(check_memory(c, "shared_output_gate", w->config.shared_gate ? m->shared_output_gate : NULL, 16));
-    MK_TRY(check_weight(c, "gate", &m->gate, routed));
-    MK_TRY(check_weight(c, "up", &m->up, routed));
-    MK_TRY(check_weight(c, "down", &m->down, routed && down));
-    MK_TRY(check_weight(c, "shared_gate", &m->shared_gate, shared));
-    MK_TRY(check_weight(c, "shared_up", &m->shared_up, shared));
-    return check_weight(c, "shared_down", &m->shared_down, shared && down);
+    MK_TRY(check_weight(c, "weights.gate", &m->gate, routed));
+    MK_TRY(check_weight(c, "weights.up", &m->up, routed));
+    MK_TRY(check_weight(c, "weights.down", &m->down, routed && down));
+    MK_TRY(check_weight(c, "weights.shared_gate", &m->shared_gate, shared));
+    MK_TRY(check_weight(c, "weights.shared_up", &m->shared_up, shared));
+    return check_weight(c, "weights.shared_down", &m->shared_down, shared && down);
 }
 
 static mok_status check_grad(checker *c, const char *name, const mok_grad *g)
 {
     if (g->experts)
-        return mk_fail(MOK_E_UNSUPPORTED, "grads.%s.experts is given: backend cuda writes packed gradients only, for now", name);
+        return mk_fail(MOK_E_UNSUPPORTED, "%s.experts is given: backend cuda writes packed gradients only, for now", name);
     return check_memory(c, name, g->packed, 16);
 }
 
@@ -254,19 +254,19 @@ static mok_status check_backward(checker *c, const mok_backward_args *a)
     MK_TRY(check_memory(c, "dx", data ? a->dx : NULL, 16));
     MK_TRY(check_memory(c, "drouter_weights", data ? a->drouter_weights : NULL, router));
     MK_TRY(check_memory(c, "shared_output_gate", w->config.shared_gate ? m->shared_output_gate : NULL, 16));
-    MK_TRY(check_weight(c, "gate", &m->gate, routed));
-    MK_TRY(check_weight(c, "up", &m->up, routed));
-    MK_TRY(check_weight(c, "down", &m->down, routed));
-    MK_TRY(check_weight(c, "shared_gate", &m->shared_gate, shared));
-    MK_TRY(check_weight(c, "shared_up", &m->shared_up, shared));
-    MK_TRY(check_weight(c, "shared_down", &m->shared_down, shared));
-    MK_TRY(check_grad(c, "gate", &g->gate));
-    MK_TRY(check_grad(c, "up", &g->up));
-    MK_TRY(check_grad(c, "down", &g->down));
-    MK_TRY(check_grad(c, "shared_gate", &g->shared_gate));
-    MK_TRY(check_grad(c, "shared_up", &g->shared_up));
-    MK_TRY(check_grad(c, "shared_down", &g->shared_down));
-    MK_TRY(check_grad(c, "shared_output_gate", &g->shared_output_gate));
+    MK_TRY(check_weight(c, "weights.gate", &m->gate, routed));
+    MK_TRY(check_weight(c, "weights.up", &m->up, routed));
+    MK_TRY(check_weight(c, "weights.down", &m->down, routed));
+    MK_TRY(check_weight(c, "weights.shared_gate", &m->shared_gate, shared));
+    MK_TRY(check_weight(c, "weights.shared_up", &m->shared_up, shared));
+    MK_TRY(check_weight(c, "weights.shared_down", &m->shared_down, shared));
+    MK_TRY(check_grad(c, "grads.gate", &g->gate));
+    MK_TRY(check_grad(c, "grads.up", &g->up));
+    MK_TRY(check_grad(c, "grads.down", &g->down));
+    MK_TRY(check_grad(c, "grads.shared_gate", &g->shared_gate));
+    MK_TRY(check_grad(c, "grads.shared_up", &g->shared_up));
+    MK_TRY(check_grad(c, "grads.shared_down", &g->shared_down));
+    MK_TRY(check_grad(c, "grads.shared_output_gate", &g->shared_output_gate));
     return check_memory(c, "grads.ready", g->ready, 4);
 }
 

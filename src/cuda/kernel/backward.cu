@@ -27,8 +27,8 @@ MK_ENTRY MK_KERNEL(kGemmThreads) mok_backward_fused(MK_KERNEL_PARAM mk_backward_
             backward_dispatch(p, t, s);
         else if (warp == 3)
             backward_wait(p, t, s);
-        sync_warp();
     }
+    sync_warp();
     gemm_end(s.gemm);
     if (thread_idx() == 0)
         trace_close(p.rank, s.trace);

@@ -75,7 +75,8 @@ MK_DEVICE mk_grid backward_grid(const mk_backward_params &p)
     if (p.want_data)
         g.dgrad_gate_up = g.shared_dgrad_gate_up = (int32_t)mk_ceil_div(d.hidden, pair);
     if (p.want_weights) {
-        g.wgrad = WgradGrid::count(p.grads, d.hidden, d.intermediate);
+        /* Somebody has to say that an expert is ready, even if nothing of it is wanted. */
+        g.wgrad = (int32_t)mk_max(WgradGrid::count(p.grads, d.hidden, d.intermediate), p.ready ? 1 : 0);
         g.shared_wgrad = d.shared_intermediate ? WgradGrid::count(p.shared_grads, d.hidden, d.shared_intermediate) : 0;
     }
     g.group_tiles = 16;
@@ -187,7 +188,8 @@ private:
         task.num_rows = (int32_t)p.num_tokens;
         if (!shared) {
             const mk_piece piece = load(&t.pieces[next.tile]);
-            flags = (piece.is_first ? WGRAD_FIRST : 0) | (piece.is_last ? WGRAD_LAST : 0);
+            const bool from_zero = piece.is_first || !p.grads[part.matrix].base; /* not wanted: there is no sum to go on from */
+            flags = (from_zero ? WGRAD_FIRST : 0) | (piece.is_last ? WGRAD_LAST : 0);
             task.num_rows = piece.rows;
             task.row = (int32_t)ring_row(d, piece.tile_first);
             task.expert = piece.expert;

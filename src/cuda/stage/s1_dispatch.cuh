@@ -33,7 +33,7 @@ struct DispatchRow {
     bool waits;               /* copied in the ring: `from` must be there first */
     int32_t duplicates;       /* rows behind it in the walk that are copies of it in the same tile */
     bool remote;              /* the token is another rank's */
-    float weight;             /* of its route (backward) */
+    float weight;             /* of its route (backward, if it moves) */
     const uint8_t *heap;      /* of the token's rank; null: padding */
     int64_t token;            /* there */
 };
@@ -97,11 +97,11 @@ struct Dispatch {
             return d;
         d.heap = in_peer<uint8_t>(r, record.src_rank, 0);
         d.token = record.src_slot / r.dims.topk;
-        if (backward)
-            d.weight = load(reinterpret_cast<const float *>(d.heap + r.memory.router_weights) + record.src_slot);
         if (in_tile)
             return d;
         d.moves = true;
+        if (backward)
+            d.weight = load(router_weights(d) + record.src_slot);
         d.duplicates = (int32_t)population_count(behind & ~(behind + 1)); /* ones before the first zero */
         if (lane_idx() + (uint32_t)d.duplicates == Rows - 1) /* they may go on in the next batch */
             while (!ends_tile(ahead(d.row, d.duplicates)) && copies_neighbour(ahead(d.row, d.duplicates + 1)))
@@ -232,6 +232,19 @@ struct Dispatch {
             trace_link(*trace, MK_TRACE_LANE_dispatch, population_count(over_link) * (uint32_t)(r.dims.hidden * 2) * (backward + need_x), population_count(peer));
     }
 
+    MK_MEMBER const float *router_weights(const DispatchRow &d) const { return reinterpret_cast<const float *>(d.heap + r.memory.router_weights); }
+
+    /* Of the row and of those written together with it: whoever moves rows announces them, so it brings all that belongs to them. */
+    MK_MEMBER void store_weights(const DispatchRow &d, int64_t tile) const
+    {
+        float *weights = in_local<float>(r, r.memory.ring_weight) + ring_row(r.dims, tile);
+        store(&weights[d.row % MK_ROW_TILE], d.weight);
+        for (int32_t i = 1; i <= d.duplicates; i++) {
+            const int64_t row = ahead(d.row, i);
+            store(&weights[row % MK_ROW_TILE], load(router_weights(d) + load(&t.rows[row].src_slot)));
+        }
+    }
+
     template <uint32_t Slots> MK_MEMBER void move_rows(int64_t start)
     {
         const int64_t tile = start / MK_ROW_TILE;
@@ -245,8 +258,8 @@ struct Dispatch {
         trace_starts(MK_TRACE_s1_dispatch, start);
         trace_batch(d);
         fence_proxy_async_global(); /* rows to copy were announced to plain loads of this lane; its bulk copies read them */
-        if (backward && d.heap)
-            store(in_local<float>(r, r.memory.ring_weight) + ring_row(r.dims, tile) + d.row % MK_ROW_TILE, d.weight);
+        if (backward && d.moves)
+            store_weights(d, tile);
         if (backward)
             move_payload<Slots>({r.memory.dout, r.memory.ring_dout}, d);
         if (need_x)

@@ -172,6 +172,8 @@ struct Wgrad {
     template <class Tile> MK_MEMBER void operator()(const GemmTask &task, const Acc<Tile> &acc, const WarpOut &out) const
     {
         const mk_grad_out &g = grads[wgrad_matrix(task)];
+        if (!g.base)
+            return;
         char *base = static_cast<char *>(g.base) + task.expert * g.expert_bytes;
         if (!(task.kind & WGRAD_LAST))
             write(task, acc, out, partial(task));
