@@ -6,6 +6,16 @@
 
 using namespace mk;
 
+/* A wait without a limit, as the library has none: what never comes is a deadlock. */
+static void wait_for_ever(const uint32_t *flag, uint32_t wanted, const char *what)
+{
+    note_wait(what);
+    while ((int32_t)(flag_load_acquire_gpu(flag) - wanted) < 0) {
+        sleep_ns(32);
+        note_wait(what);
+    }
+}
+
 struct Memory {
     emu::Buffer<uint32_t> source, sink, flag;
     mk_tensor_map box;  /* 8 rows of 64 bf16 of source */
@@ -82,7 +92,7 @@ TEST(phase_that_never_completes)
 }
 TEST(flag_that_nobody_sets)
 {
-    expect_report("\"flag of tile 2\": polls flag+8, which stays 0", threads(1), [](Memory &m) { wait_flag_at_least_gpu(m.flag.device() + 2, 1, "flag of tile 2"); });
+    expect_report("\"flag of tile 2\": polls flag+8, which stays 0", threads(1), [](Memory &m) { wait_for_ever(m.flag.device() + 2, 1, "flag of tile 2"); });
 }
 TEST(barrier_that_a_warp_skips)
 {
@@ -97,7 +107,7 @@ TEST(cluster_that_waits_for_one_not_resident)
     l.blocks = 2;
     expect_report("polls flag+0", l, [](Memory &m) {
         if (block_idx() == 0)
-            wait_flag_at_least_gpu(m.flag.device(), 1, "the second block");
+            wait_for_ever(m.flag.device(), 1, "the second block");
         else
             flag_add_release_gpu(m.flag.device(), 1);
     });
@@ -272,7 +282,7 @@ TEST(load_of_another_threads_bulk_store_without_a_fence)
             flag_add_release_gpu(m.flag.device(), 1);
         } else if (thread_idx() == 32) {
             const uint32_t bar = init_bar(64);
-            wait_flag_at_least_gpu(m.flag.device(), 1, "the row");
+            wait_for_ever(m.flag.device(), 1, "the row");
             mbar_arrive_expect_tx_release_cta(bar, 16);
             bulk_load(smem_addr(shared()) + 1024, m.sink.device(), 16, bar);
             wait_mbar(bar, 0, "the row again");
@@ -313,7 +323,7 @@ TEST(flag_set_with_a_relaxed_store)
             store(m.sink.device(), 5u);
             flag_store_relaxed_gpu(m.flag.device(), 1);
         } else if (thread_idx() == 32) {
-            wait_flag_at_least_gpu(m.flag.device(), 1, "the row");
+            wait_for_ever(m.flag.device(), 1, "the row");
             (void)load(m.sink.device());
         }
     });
@@ -331,7 +341,7 @@ TEST(flag_raised_when_the_store_has_only_read_its_source)
                 sleep_ns(10);
             flag_add_release_gpu(m.flag.device(), 1);
         } else if (thread_idx() == 32) {
-            wait_flag_at_least_gpu(m.flag.device(), 1, "the row");
+            wait_for_ever(m.flag.device(), 1, "the row");
             (void)load(m.source.device());
         }
         barrier_block_sync();
