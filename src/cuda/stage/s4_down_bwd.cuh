@@ -40,7 +40,7 @@ template <class Buffers> struct SwigluBackward {
             load_matrix_x4(at_up, u);
             MK_UNROLL for (uint32_t i = 0; i < 4; i++) {
                 const float *pair = &dh[8 * j + 2 * i];
-                SwigluGrad a = swiglu_backward(pair[0], bits_to_float(g[i] << 16), bits_to_float(u[i] << 16), w[i % 2], limit);
+                const SwigluGrad a = swiglu_backward(pair[0], bits_to_float(g[i] << 16), bits_to_float(u[i] << 16), w[i % 2], limit);
                 const SwigluGrad b = swiglu_backward(pair[1], bits_to_float(g[i] & 0xffff0000u), bits_to_float(u[i] & 0xffff0000u), w[i % 2], limit);
                 g[i] = pack_bf16(a.dgate, b.dgate);
                 u[i] = pack_bf16(a.dup, b.dup);
