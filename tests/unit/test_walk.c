@@ -161,6 +161,31 @@ static void check_order(const walk_case *c)
     free(l.tasks);
 }
 
+/* Whoever draws ascending numbers, with gaps, gets the same tasks. */
+static void check_cursor(const mk_walk *w, uint64_t *state)
+{
+    mk_walk_cursor at = {-1, 0};
+    for (int64_t i = test_below(state, 3); i < w->num_tasks + 3; i += 1 + test_below(state, 4)) {
+        mk_task got = mk_walk_task_after(w, i, &at), want = mk_walk_task(w, i);
+        CHECK(got.kind == want.kind && got.tile == want.tile && got.part == want.part);
+    }
+}
+
+/* The ranges of all kinds and steps hold every task once, each its own kind. */
+static void check_ranges(const mk_walk *w)
+{
+    int64_t tasks = 0;
+    for (int64_t m = 0; m <= w->num_minibatches; m++)
+        for (int kind = MK_TASK_NONE + 1; kind < MK_NUM_TASK_KINDS; kind++) {
+            int64_t first, end;
+            mk_walk_range(w, (mk_task_kind)kind, m, &first, &end);
+            for (int64_t i = first; i < end; i++)
+                CHECK_EQ(mk_walk_task(w, i).kind, kind);
+            tasks += end - first;
+        }
+    CHECK_EQ(tasks, w->num_tasks);
+}
+
 static const mk_pass passes[] = {MK_PASS_FORWARD, MK_PASS_RECOMPUTE, MK_PASS_BACKWARD};
 
 TEST(every_task_once_in_the_drawn_order)
@@ -171,6 +196,8 @@ TEST(every_task_once_in_the_drawn_order)
         walk_case c;
         make_case(&c, &state, passes[i % 3]);
         check_order(&c);
+        check_cursor(&c.w, &state);
+        check_ranges(&c.w);
         most = mk_max(most, c.w.num_minibatches);
         table_free(&c.m);
     }
