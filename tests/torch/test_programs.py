@@ -42,9 +42,10 @@ def test_train_moe_on_experts_times_data_ranks(tmp_path):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_bench_layer_writes_its_records(ranks, tmp_path):
     run("bench/bench_layer.py", "--device", "cpu", "--scale", 32, "--shapes", "kimi-k2.7-code-share,mixtral", "--pairs", 2, "--modes", "burst", "--passes",
-        "forward,backward", "--warmup", 1, "--json", tmp_path / "b.json", ranks=ranks)
+        "forward,backward,train", "--warmup", 1, "--json", tmp_path / "b.json", ranks=ranks)
     records = json.loads((tmp_path / "b.json").read_text())
-    assert len(records) == 6 and {r["pass"] for r in records} == {"forward", "backward"}
+    pairs = {(r["shape"], r["pass"]) for r in records}
+    assert len(records) == 6 and pairs == {(s, p) for s in ("kimi-k2.7-code-share", "mixtral-8x7b") for p in ("forward", "backward", "train")}
     for r in records:
         assert {"shape", "T", "H", "I", "E", "K", "ranks", "dtype", "pass", "ms", "tflops", "dense_tflops", "dense_ratio", "baseline_ms", "speedup", "device", "driver", "sm_clock",
                 "commit"} <= set(r) and r["ranks"] == ranks and r["ms"]["p50"] > 0
