@@ -12,11 +12,21 @@ State *machine;
 
 /* ---- from inside a fiber ---- */
 
+struct Failure {};
+
+/* After a failure a fiber is resumed once more, only to destroy what is on its stack (Machine::run). */
+static void suspend()
+{
+    self->fiber->suspend();
+    if (machine->failed)
+        throw Failure();
+}
+
 void yield()
 {
     self->doing = Doing::ready;
     machine->ready.push_back(self);
-    self->fiber->suspend();
+    suspend();
 }
 
 void step()
@@ -38,7 +48,7 @@ bool block(WaitList &list, bool (*can_go)(Thread &), const char *what, void *obj
         t.ticket++;
         t.doing = Doing::blocked;
         list.entries.push_back({&t, t.ticket});
-        t.fiber->suspend();
+        suspend();
         if (t.poked)
             return true;
     }
@@ -78,8 +88,6 @@ std::string describe(const Thread &t)
     return text;
 }
 
-struct Failure {};
-
 [[noreturn]] void fail(const char *format, ...)
 {
     char text[600];
@@ -95,7 +103,7 @@ struct Failure {};
         snprintf(seed, sizeof seed, "\n  seed %llu", (unsigned long long)machine->seed);
         machine->result.message += seed;
     }
-    throw Failure();  /* ends this fiber (thread_main), or the scheduler's loop (run); nobody is resumed any more */
+    throw Failure();  /* ends this fiber (thread_main), or the scheduler's loop (run); nobody goes on */
 }
 
 /* ---- clusters ---- */
@@ -104,6 +112,8 @@ static void thread_main(void *arg)
 {
     Thread &t = *static_cast<Thread *>(arg);
     try {
+        if (machine->failed)
+            throw Failure();
         t.cta->device->queue.front().kernel();
         thread_exit_checks(t);
     } catch (const Failure &) {
@@ -354,6 +364,20 @@ void Device::refuse_launches(uint32_t one_in) { state_->refusals = one_in; }
 
 void Machine::let_time_pass(bool on) { state_->let_time_pass = on; }
 
+/* Kernels hold vectors and the like on their stacks, which must not be lost with them. */
+static void unwind_fibers()
+{
+    for (auto &device : machine->devices)
+        for (auto &cluster : device->resident)
+            for (auto &cta : cluster->ctas)
+                for (Thread &t : cta->threads)
+                    if (t.fiber && t.doing != Doing::exited) {
+                        self = &t;
+                        t.fiber->resume();
+                    }
+    self = nullptr;
+}
+
 Result Machine::run()
 {
     machine = state_.get();
@@ -370,7 +394,8 @@ Result Machine::run()
         run_until_done();
     } catch (const Failure &) {
     }
-    if (machine->failed) {  /* nothing of the launch can be resumed */
+    if (machine->failed) {  /* nothing of the launch can go on */
+        unwind_fibers();
         machine->ready.clear();
         machine->pending.clear();
         machine->pollers.entries.clear();

@@ -430,7 +430,7 @@ struct TensorScaleCopy : TensorOp {
 struct TensorCommit : TensorOp {
     std::vector<Mbarrier *> bars;
     Clock known;
-    std::shared_ptr<TensorUnit> unit;
+    TensorUnit *unit;  /* which holds this operation */
     void execute() override
     {
         for (auto &g : unit->uncommitted)
@@ -651,7 +651,7 @@ void tcgen05_commit_pair(uint32_t bar, uint16_t cta_mask)
             op->ctas.push_back(&cta);
             op->bars.push_back(&mbarrier_at({&cta, place.offset}, what));
         }
-    op->unit = self->cta->tensor_unit;
+    op->unit = &unit;
     op->known = self->clock;
     op->known.add(self->now());
     self->count++;  /* what the thread does from now on is not part of it */
