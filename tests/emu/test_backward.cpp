@@ -1,44 +1,9 @@
 /* The backward on the emulator, through the whole library: staged and fused, on 1, 2 and 4 virtual ranks, over rings, save policies and
  * gradient forms. All gradients have the same bits, and agree with the cpu backend. */
 #define TEST_WATCHDOG 900
-#include "test.h"
+#include "emulated_layer.h"
 
 #include <mutex>
-#include <string>
-#include <vector>
-
-#include "emulated_driver.h"
-
-extern "C" {
-#include "layer.h"
-#include "mok.h"
-}
-
-struct Run {
-    const char *name;
-    int32_t ranks = 1;
-    mok_backend_id backend = MOK_BACKEND_CUDA;
-    int64_t ring = 1024, minibatch = 256, save_rows = 0;
-    mok_save save = MOK_SAVE_ALL;
-    const char *backward = nullptr;
-    bool two_calls = false, recompute = false, accumulate = false;
-    mok_dtype dtype = MOK_FP32;
-    uint32_t resident = 2, ready_value = 0;
-    bool traced = false;
-};
-
-/* Everything that a step makes. The shared expert's weight gradients are per rank, so only one rank's are comparable. */
-struct Gradients {
-    std::vector<uint16_t> out, dx;
-    std::vector<float> drouter;
-    std::vector<uint8_t> weights[3], shared[4];
-    std::vector<uint32_t> ready;
-    mok_stats stats = {};
-    int64_t link_bytes = 0;  /* that all ranks counted */
-    bool ok = false;
-};
-
-static const char *const kWeights[] = {"dgate", "dup", "ddown"}, *const kShared[] = {"dshared_gate", "dshared_up", "dshared_down", "dshared_output_gate"};
 
 /* What traces of all ranks hold. */
 static struct Traced {
@@ -69,165 +34,6 @@ static void read_trace(mok_workspace *w, void *)
     }
 }
 
-static Gradients run_layer(const layer_problem &problem, const Run &run)
-{
-    static const int32_t devices[8] = {0};
-    const mok_config &c = problem.cfg;
-    const size_t element = run.dtype == MOK_FP32 ? 4 : 2, matrix = (size_t)(c.num_experts * c.hidden * c.intermediate) * element,
-                 shared = (size_t)(c.hidden * c.shared_intermediate) * element;
-    Gradients got;
-    layer_options o = {};
-    layer_result r;
-    char error[512];
-    o.ranks = run.ranks;
-    o.backend = run.backend;
-    o.devices = run.backend == MOK_BACKEND_CUDA ? devices : nullptr;
-    o.ring_rows = run.ring;
-    o.minibatch_rows = o.minibatch_rows_bwd = run.minibatch;
-    o.save = run.save;
-    o.save_rows = run.save_rows;
-    o.cpu_threads = 1;
-    o.two_call_backward = run.two_calls;
-    o.recompute = run.recompute;
-    o.grad_dtype = run.dtype;
-    o.accumulate = run.accumulate;
-    o.ready_value = run.ready_value;
-    o.before_pass = run.traced ? start_trace : nullptr;
-    o.after_pass = run.traced ? read_trace : nullptr;
-    setenv("MOK_BACKWARD", run.backward ? run.backward : "fused", 1);
-    emulated::plug_in(test_seed(), run.resident);
-    if (!layer_result_make(&r, &problem, &o)) {
-        TEST_FAILED("no memory");
-        return got;
-    }
-    uint8_t *weights[] = {(uint8_t *)r.dgate, (uint8_t *)r.dup, (uint8_t *)r.ddown};
-    uint8_t *shared_grads[] = {(uint8_t *)r.dshared_gate, (uint8_t *)r.dshared_up, (uint8_t *)r.dshared_down, (uint8_t *)r.dshared_output_gate};
-    const size_t shared_bytes[] = {shared, shared, shared, c.shared_gate ? (size_t)c.hidden * element : 0};
-    if (run.accumulate) { /* onto what is there: 1.0 in either format, for every element */
-        const uint8_t one[2][4] = {{0x80, 0x3f, 0x80, 0x3f}, {0, 0, 0x80, 0x3f}};
-        for (uint8_t *m : weights)
-            for (size_t i = 0; i < matrix; i++)
-                m[i] = one[run.dtype == MOK_FP32][i % 4];
-        for (size_t k = 0; k < 4; k++)
-            for (size_t i = 0; i < shared_bytes[k] * (size_t)run.ranks; i++)
-                shared_grads[k][i] = one[run.dtype == MOK_FP32][i % 4];
-    }
-    if (layer_run(&problem, &o, &r, error) != MOK_OK)
-        TEST_FAILED("%s: %s%s%s", run.name, error, emulated::gpu.trouble.empty() ? "" : "; emulator: ", emulated::gpu.trouble.c_str());
-    else
-        got.ok = true;
-    const size_t rows = (size_t)(problem.tokens * c.hidden);
-    got.out.assign(r.out, r.out + rows);
-    got.dx.assign(r.dx, r.dx + rows);
-    got.drouter.assign(r.drouter_weights, r.drouter_weights + problem.tokens * c.topk);
-    for (size_t i = 0; i < 3; i++)
-        got.weights[i].assign(weights[i], weights[i] + matrix);
-    for (size_t i = 0; i < 4 && shared; i++)
-        got.shared[i].assign(shared_grads[i], shared_grads[i] + shared_bytes[i]);
-    got.stats = r.stats[0];
-    got.ready.assign(r.ready, r.ready + c.num_experts);
-    for (int32_t i = 0; i < run.ranks; i++)
-        got.link_bytes += r.stats[i].bytes_pulled_peer + r.stats[i].bytes_pushed_peer;
-    layer_result_free(&r);
-    unsetenv("MOK_BACKWARD");
-    return got;
-}
-
-static layer_problem make_problem(int64_t tokens, int64_t shared, int64_t experts = 6, int64_t hidden = 192, int64_t width = 128, mok_gate_up layout = MOK_GATE_UP_SEPARATE,
-                                  layer_routing routing = LAYER_UNIFORM)
-{
-    layer_problem p;
-    mok_config c = MOK_INIT(mok_config);
-    c.hidden = hidden;
-    c.intermediate = width;
-    c.shared_intermediate = shared;
-    c.shared_gate = shared != 0;
-    c.num_experts = experts;
-    c.topk = 2;
-    c.gate_up = layout;
-    if (!layer_make(&p, &c, tokens, routing, 0.1, test_seed()))
-        TEST_FAILED("no memory");
-    return p;
-}
-
-static float element(const std::vector<uint8_t> &m, size_t i, mok_dtype dtype)
-{
-    float f;
-    uint16_t b;
-    if (dtype == MOK_FP32) {
-        memcpy(&f, m.data() + 4 * i, 4);
-        return f;
-    }
-    memcpy(&b, m.data() + 2 * i, 2);
-    return layer_float(b);
-}
-
-static void check_near(const char *run, const char *what, size_t n, double allowed, double (*got)(size_t, const void *), const void *a, const void *b)
-{
-    double worst = 0, norm = 0;
-    for (size_t i = 0; i < n; i++) {
-        const double x = got(i, a), y = got(i, b), off = fabs(x - y);
-        worst = off > worst || off != off ? off : worst;
-        norm += y * y;
-    }
-    norm = sqrt(norm / (double)(n ? n : 1));
-    if (n && !(worst <= allowed * norm))
-        TEST_FAILED("%s: %s is off by %g where values are of size %g", run, what, worst, norm);
-}
-
-static double as_bf16(size_t i, const void *p) { return layer_float((*static_cast<const std::vector<uint16_t> *>(p))[i]); }
-static double as_router(size_t i, const void *p) { return (*static_cast<const std::vector<float> *>(p))[i]; }
-static double as_fp32(size_t i, const void *p) { return element(*static_cast<const std::vector<uint8_t> *>(p), i, MOK_FP32); }
-static double as_half(size_t i, const void *p) { return element(*static_cast<const std::vector<uint8_t> *>(p), i, MOK_BF16); }
-
-/* Against the cpu backend, whose exponential and order of sums differ. */
-static void check_close(const Run &run, const Gradients &got, const Gradients &want)
-{
-    const auto as = run.dtype == MOK_FP32 ? as_fp32 : as_half;
-    const size_t bytes = run.dtype == MOK_FP32 ? 4 : 2;
-    check_near(run.name, "out", got.out.size(), 0.04, as_bf16, &got.out, &want.out);
-    check_near(run.name, "dx", got.dx.size(), 0.04, as_bf16, &got.dx, &want.dx);
-    check_near(run.name, "drouter_weights", got.drouter.size(), 0.02, as_router, &got.drouter, &want.drouter);
-    for (size_t i = 0; i < 3; i++)
-        check_near(run.name, kWeights[i], got.weights[i].size() / bytes, 0.04, as, &got.weights[i], &want.weights[i]);
-    for (size_t i = 0; i < 4; i++)
-        check_near(run.name, kShared[i], got.shared[i].size() / bytes, 0.04, as, &got.shared[i], &want.shared[i]);
-}
-
-template <class T> static void check_same(const char *run, const char *what, const std::vector<T> &got, const std::vector<T> &want)
-{
-    size_t differ = 0, first = 0;
-    for (size_t i = 0; i < want.size(); i++)
-        if (memcmp(&got[i], &want[i], sizeof(T)) && differ++ == 0)
-            first = i;
-    if (differ)
-        TEST_FAILED("%s: %s has other bits in %zu of %zu elements, the first at %zu", run, what, differ, want.size(), first);
-}
-
-static void check_bits(const Run &run, const Gradients &got, const Gradients &want)
-{
-    if (!got.ok)
-        return;
-    check_same(run.name, "out", got.out, want.out);
-    check_same(run.name, "dx", got.dx, want.dx);
-    check_same(run.name, "drouter_weights", got.drouter, want.drouter);
-    for (size_t i = 0; i < 3; i++)
-        check_same(run.name, kWeights[i], got.weights[i], want.weights[i]);
-    for (size_t i = 0; i < 4 && run.ranks == 1; i++)
-        check_same(run.name, kShared[i], got.shared[i], want.shared[i]);
-}
-
-static Run make_run(const char *name, int32_t ranks, int64_t ring, int64_t minibatch, mok_save save = MOK_SAVE_ALL)
-{
-    Run r;
-    r.name = name;
-    r.ranks = ranks;
-    r.ring = ring;
-    r.minibatch = minibatch;
-    r.save = save;
-    return r;
-}
-
 /* Of everything, in one number: what tests/emu/same_bits.sh compares between the chips. */
 template <class T> static void add_to_hash(uint64_t *hash, const std::vector<T> &v)
 {
@@ -236,7 +42,7 @@ template <class T> static void add_to_hash(uint64_t *hash, const std::vector<T> 
         *hash = (*hash ^ p[i]) * 0x100000001b3ull;
 }
 
-static void print_hash(const Gradients &g)
+static void print_hash(const StepResult &g)
 {
     uint64_t hash = 0xcbf29ce484222325ull;
     add_to_hash(&hash, g.out), add_to_hash(&hash, g.dx), add_to_hash(&hash, g.drouter);
@@ -264,7 +70,7 @@ static void compare(const layer_problem &p, const std::vector<Run> &runs, mok_dt
     cpu.backend = MOK_BACKEND_CPU;
     cpu.dtype = first.dtype = dtype;
     cpu.accumulate = first.accumulate = accumulate;
-    const Gradients want = run_layer(p, cpu), one = run_layer(p, first);
+    const StepResult want = run_layer(p, cpu), one = run_layer(p, first);
     if (!want.ok || !one.ok)
         return;
     check_close(first, one, want);
@@ -304,7 +110,7 @@ TEST(a_cut_weight_gradient_continues_exactly)
     layer_problem p = make_problem(260, 0, 2, 128, 64, MOK_GATE_UP_SEPARATE, LAYER_ONE_EXPERT);
     Run small = make_run("smallest ring", 1, 256, 128), two = make_run("two ranks, smallest ring", 2, 256, 128, MOK_SAVE_NONE);
     compare(p, {small, two});
-    const Gradients got = run_layer(p, small);
+    const StepResult got = run_layer(p, small);
     CHECK(got.stats.wgrad_continued > 0);
     layer_free(&p);
 }
@@ -326,8 +132,9 @@ TEST(a_step_is_traced)
     layer_problem p = make_problem(150, 64);
     Run plain = make_run("two ranks", 2, 512, 128, MOK_SAVE_NONE), watched = plain;
     watched.name = "two ranks, traced";
-    watched.traced = true;
-    const Gradients one = run_layer(p, plain), got = run_layer(p, watched);
+    watched.before_pass = start_trace;
+    watched.after_pass = read_trace;
+    const StepResult one = run_layer(p, plain), got = run_layer(p, watched);
     check_bits(watched, got, one);
     const int64_t *k = traced.kinds;
     CHECK_EQ(traced.lost, 0);
@@ -348,14 +155,14 @@ TEST(a_step_is_traced)
 TEST(one_matrix_for_gate_and_up_changes_no_bit)
 {
     layer_problem separate = make_problem(60, 64, 3, 128, 64);
-    const Gradients want = run_layer(separate, make_run("separate", 1, 512, 128));
+    const StepResult want = run_layer(separate, make_run("separate", 1, 512, 128));
     for (mok_gate_up layout : {MOK_GATE_UP_COMBINED, MOK_GATE_UP_INTERLEAVED}) {
         layer_problem p = make_problem(60, 64, 3, 128, 64, layout);
         Run first = make_run(layout == MOK_GATE_UP_COMBINED ? "combined" : "interleaved", 1, 512, 128), cpu = first, two = first;
         cpu.backend = MOK_BACKEND_CPU;
         two.ranks = 2;
         two.save = MOK_SAVE_NONE;
-        const Gradients got = run_layer(p, first);
+        const StepResult got = run_layer(p, first);
         check_bits(first, got, want);
         check_close(first, got, run_layer(p, cpu));
         check_bits(two, run_layer(p, two), want);
@@ -372,7 +179,7 @@ TEST(a_limit_of_swiglu_stops_gradients)
     Run staged = make_run("staged", 1, 512, 128);
     staged.backward = "staged";
     compare(p, {staged, make_run("two ranks", 2, 512, 128, MOK_SAVE_NONE)});
-    const Gradients got = run_layer(p, staged), other = run_layer(free_of_it, staged);
+    const StepResult got = run_layer(p, staged), other = run_layer(free_of_it, staged);
     CHECK(got.ok && other.ok && got.dx != other.dx);
     layer_free(&p);
     layer_free(&free_of_it);
@@ -394,7 +201,7 @@ TEST(every_expert_is_ready_in_the_end)
         Run run = make_run("flags", 2, 256, 128), without = run, cpu = run;
         run.ready_value = cpu.ready_value = 7;
         cpu.backend = MOK_BACKEND_CPU;
-        const Gradients got = run_layer(p, run), none = run_layer(p, without), want = run_layer(p, cpu);
+        const StepResult got = run_layer(p, run), none = run_layer(p, without), want = run_layer(p, cpu);
         for (uint32_t ready : got.ready)
             CHECK_EQ(ready, 7);
         CHECK(got.ready == want.ready);
@@ -447,22 +254,15 @@ static void hold_back(const Stuck &stuck, const mk_rank_params &r, const void *s
  * a wait for somebody who waits himself: then no counter in the sentence is below 0. */
 static void check_gives_up(const Stuck &stuck)
 {
-    static const int32_t devices[1] = {0};
     layer_problem p = make_problem(40, 64, 4, 128, 64);
-    layer_options o = {};
     layer_result r;
     char error[512];
     const bool backward = !strcmp(stuck.kernel, "mok_backward_fused");
+    Run run = make_run("stuck", 1, 256, 128);
+    run.forward_only = !backward;
+    const layer_options o = options_of(run);
     p.cfg.timeout_ms = 2000;
-    o.forward_only = !backward;
-    o.ranks = 1;
-    o.backend = MOK_BACKEND_CUDA;
-    o.devices = devices;
-    o.ring_rows = 256;
-    o.minibatch_rows = o.minibatch_rows_bwd = 128;
-    o.save = MOK_SAVE_ALL;
-    o.grad_dtype = MOK_FP32;
-    setenv("MOK_FORWARD", "fused", 1);
+    const Setting forward("MOK_FORWARD", "fused");
     emulated::plug_in(test_seed(), 2);
     emulated::gpu.machine->let_time_pass(true);
     emulated::gpu.before_launch = [&](const std::string &kernel, const void *params) {
@@ -486,7 +286,6 @@ static void check_gives_up(const Stuck &stuck)
     CHECK_EQ(emulated::gpu.live, 0);
     layer_result_free(&r);
     layer_free(&p);
-    unsetenv("MOK_FORWARD");
 }
 
 TEST(a_counter_that_never_comes_ends_the_pass_with_its_name)

@@ -1,141 +1,43 @@
 /* The whole library on the emulator: mok.h, host code of the cuda backend, kernels. Results for several virtual ranks, tiles and rings have the
  * same bits and agree with the cpu backend; mistakes give the sentences of the cpu backend. */
 #define TEST_WATCHDOG 900
-#include "test.h"
+#include "emulated_layer.h"
 
 #include <algorithm>
-#include <vector>
-
-#include "emulated_driver.h"
-
-extern "C" {
-#include "layer.h"
-#include "mok.h"
-}
 
 /* --- results ------------------------------------------------------------------------------------------------------------- */
-struct Run {
-    int32_t ranks = 1;
-    mok_backend_id backend = MOK_BACKEND_CUDA;
-    int64_t ring = 512, minibatch = 256;
-    const char *tile = nullptr, *forward = nullptr;
-    bool recompute = false;
-};
-
-struct Output {
-    std::vector<uint16_t> out;
-    std::vector<int64_t> per_expert;
-    mok_stats stats = {};
-    mok_schedule_info info = {};
-    bool ok = false;
-};
-
-static Output run_layer(const layer_problem &problem, const Run &run)
+static Run forward_run(const char *name, int32_t ranks, int64_t ring, int64_t minibatch)
 {
-    static const int32_t devices[8] = {0};
-    Output got;
-    layer_options o = {};
-    layer_result result;
-    char error[512];
-    o.ranks = run.ranks;
-    o.backend = run.backend;
-    o.devices = run.backend == MOK_BACKEND_CUDA ? devices : nullptr;
-    o.ring_rows = run.ring;
-    o.minibatch_rows = o.minibatch_rows_bwd = run.minibatch;
-    o.cpu_threads = 1;
-    o.forward_only = true;
-    if (run.tile)
-        setenv("MOK_TILE", run.tile, 1);
-    if (run.forward)
-        setenv("MOK_FORWARD", run.forward, 1);
-    emulated::plug_in(test_seed(), 2);
-    if (!layer_result_make(&result, &problem, &o)) {
-        TEST_FAILED("no memory");
-        return got;
-    }
-    if (layer_run(&problem, &o, &result, error) != MOK_OK)
-        TEST_FAILED("%s%s%s", error, emulated::gpu.trouble.empty() ? "" : "; emulator: ", emulated::gpu.trouble.c_str());
-    else
-        got.ok = true;
-    CHECK_EQ(emulated::gpu.live, 0);
-    got.out.assign(result.out, result.out + problem.tokens * problem.cfg.hidden);
-    got.per_expert.assign(result.tokens_per_expert, result.tokens_per_expert + problem.cfg.num_experts);
-    got.stats = result.stats[0];
-    got.info = result.info[0];
-    layer_result_free(&result);
-    unsetenv("MOK_TILE");
-    unsetenv("MOK_FORWARD");
-    return got;
-}
-
-static layer_problem small_problem(int64_t tokens, int64_t shared, mok_gate_up layout = MOK_GATE_UP_SEPARATE)
-{
-    layer_problem p;
-    mok_config c = MOK_INIT(mok_config);
-    c.hidden = 192;
-    c.intermediate = 128;
-    c.shared_intermediate = shared;
-    c.shared_gate = shared != 0;
-    c.num_experts = 6;
-    c.topk = 2;
-    c.gate_up = layout;
-    if (!layer_make(&p, &c, tokens, LAYER_UNIFORM, 0.1, test_seed()))
-        TEST_FAILED("no memory");
-    return p;
-}
-
-static void check_close(const Output &got, const Output &want, const char *what)
-{
-    double worst = 0, norm = 0;
-    for (size_t i = 0; i < want.out.size(); i++) {
-        const double a = layer_float(got.out[i]), b = layer_float(want.out[i]);
-        worst = fmax(worst, fabs(a - b));
-        norm += b * b;
-    }
-    norm = sqrt(norm / (double)want.out.size());
-    if (!(worst <= 0.03 * norm))
-        TEST_FAILED("%s: off by %g where values are of size %g", what, worst, norm);
-    CHECK(got.per_expert == want.per_expert);
+    Run run = make_run(name, ranks, ring, minibatch);
+    run.forward_only = true;
+    return run;
 }
 
 TEST(forward_agrees_with_the_cpu_and_does_not_depend_on_ranks_tiles_or_ring)
 {
-    layer_problem p = small_problem(150, 64);
-    Run cpu, one, two, wide, fused, small;
+    layer_problem p = make_problem(150, 64);
+    const Run one = forward_run("one rank", 1, 512, 256);
+    Run cpu = one, wide = one, fused = forward_run("two ranks, fused", 2, 512, 256);
     cpu.backend = MOK_BACKEND_CPU;
-    two.ranks = 2;
+    wide.name = "wide tile";
     wide.tile = "wide";
-    fused.ranks = 2;
     fused.forward = "fused";
-    small.ranks = 3;
-    small.ring = 256;
-    small.minibatch = 128;
-    const Output want = run_layer(p, cpu), first = run_layer(p, one);
-    check_close(first, want, "one rank against the cpu");
+    const StepResult want = run_layer(p, cpu), first = run_layer(p, one);
+    check_close(one, first, want);
     CHECK_EQ(first.stats.rows_pulled + first.stats.rows_copied, first.info.rows);
     CHECK_EQ(first.info.rows, want.info.rows);
     CHECK_EQ(first.info.table_rows, want.info.table_rows);
     CHECK_EQ(first.info.rows_copied_fwd, want.info.rows_copied_fwd);
-    for (const Run *run : {&two, &wide, &fused, &small}) {
-        const Output other = run_layer(p, *run);
-        if (!other.ok)
-            continue;
-        if (memcmp(other.out.data(), first.out.data(), first.out.size() * 2))
-            TEST_FAILED("%d ranks, ring %lld, tile %s, %s: other bits than one rank", run->ranks, (long long)run->ring, run->tile ? run->tile : "auto",
-                        run->forward ? run->forward : "staged");
-        CHECK(other.per_expert == first.per_expert);
-    }
+    for (const Run &run : {forward_run("two ranks", 2, 512, 256), wide, fused, forward_run("three ranks, small ring", 3, 256, 128)})
+        check_bits(run, run_layer(p, run), first);
     layer_free(&p);
 }
 
 TEST(stats_are_those_of_the_cpu)
 {
-    layer_problem p = small_problem(150, 0);
-    Run cpu, gpu;
+    layer_problem p = make_problem(150, 0);
+    Run gpu = forward_run("two ranks, small ring", 2, 256, 128), cpu = gpu;
     cpu.backend = MOK_BACKEND_CPU;
-    cpu.ranks = gpu.ranks = 2;
-    cpu.ring = gpu.ring = 256;
-    cpu.minibatch = gpu.minibatch = 128;
     const mok_stats want = run_layer(p, cpu).stats, got = run_layer(p, gpu).stats;
 #define SAME(field) CHECK_EQ(got.field, want.field)
     SAME(schedules); SAME(forwards); SAME(recomputes); SAME(backwards); SAME(rows); SAME(rows_pulled); SAME(rows_pulled_peer); SAME(rows_copied);
