@@ -27,6 +27,7 @@ RUN_BY = {"gemm/pair": ["gemm", "forward_sm100", "backward_sm100"], "stage/yield
 CALLS = re.compile(r"\b(?:wait_(?:mbar|flag|counter)\w*|mbar_arrive\w*|fence_\w+|barrier_\w+|bulk_commit|bulk_wait(?:_read)?<\d+>|wgmma_fence|wgmma_commit"
                    r"|wgmma_wait<\d+>|tcgen05_(?:commit|fence)\w+|tmem_wait_store|sync_warp|release_stage|flag_(?:store|add)_release\w*|\w+\.(?:release|wait_all|wait_all_but_last|wait_operands))\(")
 NO_CALLS = ("arch/", "host/", "layout/")  # bodies of the instructions; host code; plain C
+FUNCTION = re.compile(r"^.*\bMK_(?:DEVICE|MEMBER|KERNEL|ENTRY)\b.*?\b(\w+|operator\(\))\((?!\w+\) MK_)", re.M)  # the head of one
 
 # Wrong values: file (below src/cuda, or src/layout), the text just before an expression, the expression, what it may wrongly be.
 WRONG = [
@@ -158,6 +159,16 @@ def calls_in(text):
             yield m.start(), end  # else it is a definition, or its value is used
 
 
+def call_names(text):
+    """(start, end, what) of calls_in; what tells the same call in one function apart: the survivors' list names them so."""
+    code, seen = code_only(text), {}
+    for start, end in calls_in(text):
+        heads = FUNCTION.findall(code[:start])
+        what = "without " + re.sub(r"\s+", " ", text[start:end]) + (" in " + heads[-1].removesuffix("()") if heads else "")
+        seen[what] = seen.get(what, 0) + 1
+        yield start, end, what + (f" #{seen[what]}" if seen[what] > 1 else "")
+
+
 def find_mutants():
     """Mutants as (file, line, what), and what to insert into each file, as {(root, file): [(position, text)]}."""
     mutants, edits = [], {}
@@ -165,9 +176,9 @@ def find_mutants():
         text = open(in_tree(os.path.join(ROOT, "src"), root, path)).read()
         line = lambda at: text.count("\n", 0, at) + 1
         insert = []
-        for start, end in [] if path.startswith(NO_CALLS) else calls_in(text):
+        for start, end, what in [] if path.startswith(NO_CALLS) else call_names(text):
             insert += [(start, f"(mutant({len(mutants)}) ? (void)0 : (void)("), (end, "))")]
-            mutants.append((path, line(start), "without " + re.sub(r"\s+", " ", text[start:end])))
+            mutants.append((path, line(start), what))
         for before, expression, wrong in (w[1:] for w in WRONG if w[0] == path):
             assert before + expression in text, f"{path} has no {before + expression!r} any more: mend WRONG in tools/mutate.py"
             start = text.index(before + expression) + len(before)
@@ -238,13 +249,14 @@ def tests_of(file):
     return [t for t in tests if t in TESTS]
 
 
-def read_survivors():
+def read_survivors(mutants):
     """Explained survivors: {(file, what): reason}."""
-    explained = {}
+    explained, made = {}, {(file, what) for file, _, what in mutants}
     with open(os.path.join(ROOT, "tools", "mutate_survivors.txt")) as lines:
         for line in lines:
             if line.strip() and not line.startswith("#"):
                 file, what, reason = (part.strip() for part in line.split(" :: "))
+                assert (file, what) in made, f"{file} has no mutant {what!r} any more: mend tools/mutate_survivors.txt"
                 explained[file, what] = reason
     return explained
 
@@ -265,6 +277,7 @@ def main():
     args = options.parse_args()
     TESTS[:] = args.tests.split(",")
     mutants, edits = find_mutants()
+    explained = read_survivors(mutants)
     numbers = [n for n, m in enumerate(mutants) if re.search(args.only, f"{m[0]}: {m[2]}") and tests_of(m[0])]
     if args.sample:
         numbers = sorted(random.Random(args.seed).sample(numbers, min(args.sample, len(numbers))))
@@ -277,7 +290,6 @@ def main():
     TESTS[:] = [t for t in TESTS if t in needed]
     build = os.path.abspath(args.build)
     compile_tests(build, write_tree(build, edits))
-    explained = read_survivors()
     known = set()
     while not args.trust and (test := killed_by(build, -2, TESTS, 1, args.first_seed, known)[0]) is not None:
         case = test.split(": ")[1]
