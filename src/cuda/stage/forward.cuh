@@ -29,7 +29,7 @@ struct TileForward : TileNarrow { static constexpr uint32_t stages = 5; };
 #endif
 
 /* Walking the tasks of a whole pass takes more registers than one GEMM's; the math warps have some to give. */
-constexpr int kForwardRegistersMath = 200, kForwardRegistersOther = 104;
+constexpr int kForwardRegistersMath = 208, kForwardRegistersOther = 88;
 static_assert(kForwardRegistersOther + 2 * kForwardRegistersMath <= 3 * 168, "registers of 384 threads");
 
 struct ForwardShared {
