@@ -5,7 +5,7 @@
 #include <unistd.h>
 
 #include "args.h"
-#include "bench.h"
+#include "bench_link.h"
 #include "commands.h"
 #include "shape.h"
 #include "term.h"
@@ -56,6 +56,14 @@ static void find_backend(mok_backend_id id, char *text, size_t size)
 
 /* -------------------------------------------------------------------------------------------------------- command -- */
 
+/* Those that need settling. */
+typedef struct bench_options {
+    const char *save, *backend, *only, *dtype, *devices;
+    int64_t blocks;
+    arg_int_list row_bytes;
+    bool processes, tokens_given;
+} bench_options;
+
 /* What creation would refuse, and what cannot be measured here. */
 static bool is_legal(const bench_settings *s, char *error, size_t size)
 {
@@ -80,11 +88,16 @@ static int measure(bench_report *r, bool json, char *error, size_t size)
 {
     find_device(r->device, sizeof r->device);
     find_commit(r->commit, sizeof r->commit);
-    find_backend(r->settings.cfg.backend, r->backend, sizeof r->backend);
+    /* Ranks that are processes are forked here, before this process asks CUDA anything or starts a thread. */
+    bench_link_run *link = r->has_link ? bench_link_start(&r->link->settings, error, size) : NULL;
+    bool ok = link || !r->has_link;
     bench_gpu_watch *watch = r->settings.cfg.backend == MOK_BACKEND_CUDA ? bench_gpu_watch_start() : NULL;
+    if (link)
+        ok = bench_link_finish(link, r->link, error, size);
     /* The GEMM first: OpenBLAS wants to be opened before other threads start. */
-    bool ok = (!r->has_gemm || bench_run_gemm(&r->settings.cfg, &r->gemm, error, size)) && (!r->has_layer || bench_run_layer(&r->settings, &r->layer, error, size));
+    ok = ok && (!r->has_gemm || bench_run_gemm(&r->settings.cfg, &r->gemm, error, size)) && (!r->has_layer || bench_run_layer(&r->settings, &r->layer, error, size));
     r->has_gpu = bench_gpu_watch_end(watch, &r->gpu);
+    find_backend(r->settings.cfg.backend, r->backend, sizeof r->backend);
     if (!ok) {
         fprintf(stderr, "mok bench: %s\n", error);
         return 1;
@@ -95,21 +108,82 @@ static int measure(bench_report *r, bool json, char *error, size_t size)
     return 0;
 }
 
-static bool settle(bench_report *r, const shape_options *shape, const char *save, const char *backend, const char *only, const char *dtype, char *error, size_t size)
+/* --devices: "each", "first" or numbers; NULL: each where there are as many as ranks. With ranks that are processes nobody has counted them. */
+static bool settle_devices(const char *text, int32_t ranks, bool processes, int32_t *devices, char *error, size_t size)
+{
+    mok_backend_info b = MOK_INIT(mok_backend_info);
+    for (int32_t i = 0; !text && !processes && mok_backend_query(i, &b) == MOK_OK && b.id != MOK_BACKEND_CUDA; i++)
+        ;
+    bool each = text ? !strcmp(text, "each") : processes || b.num_devices >= ranks;
+    for (int32_t r = 0; r < ranks; r++)
+        devices[r] = each ? r : 0;
+    if (!text || each || !strcmp(text, "first"))
+        return true;
+    const char *at = text;
+    for (int32_t r = 0; r < ranks; r++) {
+        char *end;
+        long number = strtol(at, &end, 10);
+        if (end == at || number < 0 || number > 4095 || *end != (r < ranks - 1 ? ',' : '\0')) {
+            snprintf(error, size, "--devices is \"%s\", but must be each, first, or %d numbers with commas, one for each rank", text, ranks);
+            return false;
+        }
+        devices[r] = (int32_t)number;
+        at = end + 1;
+    }
+    return true;
+}
+
+static bool settle_link(bench_report *r, const bench_options *o, char *error, size_t size)
+{
+    bench_link_settings *s = &r->link->settings;
+    *s = (bench_link_settings){.ranks = r->settings.ranks, .blocks = (int32_t)o->blocks, .processes = o->processes, .tokens = o->tokens_given ? r->settings.tokens : 16384,
+                               .repeat = r->settings.repeat, .num_rows = (int32_t)o->row_bytes.count};
+    memcpy(s->devices, r->settings.devices, sizeof s->devices);
+    if (r->settings.cfg.backend != MOK_BACKEND_CUDA)
+        snprintf(error, size, "--only link needs --backend cuda: the cpu backend has no link");
+    else if (s->ranks > BENCH_LINK_MAX_RANKS)
+        snprintf(error, size, "--ranks is %d, but the link is measured with at most %d", s->ranks, BENCH_LINK_MAX_RANKS);
+    else if (s->num_rows < 1 || s->num_rows > BENCH_LINK_MAX_ROWS)
+        snprintf(error, size, "--row-bytes has %d sizes, but must have 1 to %d", s->num_rows, BENCH_LINK_MAX_ROWS);
+    else {
+        for (int32_t i = 0; i < s->num_rows; i++) {
+            s->row_bytes[i] = o->row_bytes.values[i];
+            if (s->row_bytes[i] % 128) {
+                snprintf(error, size, "--row-bytes has %lld, but rows are multiples of 128 bytes", (long long)s->row_bytes[i]);
+                return false;
+            }
+        }
+        snprintf(r->name, sizeof r->name, "link");
+        return true;
+    }
+    return false;
+}
+
+static bool settle(bench_report *r, const shape_options *shape, const bench_options *o, char *error, size_t size)
 {
     bench_settings *s = &r->settings;
-    if (!shape_backend(backend, &s->cfg.backend, error, size) || !shape_save(save, &s->save, &s->save_rows, error, size))
+    const char *only = o->only;
+    if (!shape_backend(o->backend, &s->cfg.backend, error, size) || !shape_save(o->save, &s->save, &s->save_rows, error, size))
         return false;
     bool cuda = s->cfg.backend == MOK_BACKEND_CUDA;
-    if (!shape_backend_usable(s->cfg.backend, error, size))
+    if (!o->processes && !shape_backend_usable(s->cfg.backend, error, size))
         return false;
-    if (strcmp(only, "all") && strcmp(only, "layer") && strcmp(only, "gemm")) {
-        snprintf(error, size, "--only is \"%s\", but must be layer, gemm or all", only);
+    if (strcmp(only, "all") && strcmp(only, "layer") && strcmp(only, "gemm") && strcmp(only, "link")) {
+        snprintf(error, size, "--only is \"%s\", but must be layer, gemm, link or all", only);
         return false;
     }
+    r->has_link = !strcmp(only, "link");
+    if (o->processes && !r->has_link) {
+        snprintf(error, size, "--processes goes with --only link");
+        return false;
+    }
+    if (!settle_devices(o->devices, s->ranks, o->processes, s->devices, error, size))
+        return false;
+    if (r->has_link)
+        return settle_link(r, o, error, size);
     r->has_layer = strcmp(only, "gemm") != 0;
     r->has_gemm = strcmp(only, "layer") != 0 && !cuda; /* of the cpu backend; the GPU's is measured by bench/gemm_core.sh */
-    if (!shape_resolve(shape, &s->cfg, r->name, NULL, error, size) || !shape_dtype(dtype, &s->cfg.dtype, error, size))
+    if (!shape_resolve(shape, &s->cfg, r->name, NULL, error, size) || !shape_dtype(o->dtype, &s->cfg.dtype, error, size))
         return false;
     s->cfg.backend = cuda ? MOK_BACKEND_CUDA : MOK_BACKEND_CPU;
     return is_legal(s, error, size);
@@ -118,36 +192,42 @@ static bool settle(bench_report *r, const shape_options *shape, const char *save
 int command_bench(int argc, char **argv)
 {
     static bench_report r;
+    static bench_link link;
     shape_options shape;
+    bench_options o = {.save = NULL};
     int64_t ranks, threads;
-    const char *save, *backend, *only, *dtype;
     bool json;
     char error[1024];
-    r = (bench_report){.name = ""};
+    r = (bench_report){.link = &link};
     arg_option options[] = {
         SHAPE_MODEL_OPTION(&shape),
         SHAPE_OPTIONS(&shape, 1024, 512, 512, 8, 2),
         ARG_INT("ranks", "P", &ranks, 2, 1, 4096, "ranks, as threads of this process"),
-        ARG_INT("tokens", "T", &r.settings.tokens, 256, 1, 1 << 24, "tokens of each rank"),
+        ARG_INT("tokens", "T", &r.settings.tokens, 256, 1, 1 << 24, "tokens of each rank; with --only link rows, 16384 if not given"),
         ARG_INT("threads", "N", &threads, 0, 1, 1024, "threads of each rank; cores / ranks if not given"),
         ARG_INT("repeat", "N", &r.settings.repeat, 20, 1, 100000, "measured passes, after one that is not"),
-        ARG_STRING("save", "WHAT", &save, "all", "gate/up rows kept for the backward: none, ring, all or a number"),
-        ARG_STRING("only", "PART", &only, "all", "layer, gemm or all"),
-        ARG_STRING("backend", "NAME", &backend, "cpu", "cpu, or cuda, its ranks sharing the first GPU"),
-        SHAPE_DTYPE_OPTION(&dtype),
+        ARG_STRING("save", "WHAT", &o.save, "all", "gate/up rows kept for the backward: none, ring, all or a number"),
+        ARG_STRING("only", "PART", &o.only, "all", "layer, gemm or all; or link (cuda): rows from GPU to GPU by themselves"),
+        ARG_STRING("backend", "NAME", &o.backend, "cpu", "cpu or cuda"),
+        ARG_STRING("devices", "WHICH", &o.devices, NULL, "cuda: each (rank r has GPU r), first (all share it) or numbers with commas; each if there are enough"),
+        SHAPE_DTYPE_OPTION(&o.dtype),
         ARG_FLAG("requantise", &r.settings.requantise, "mxfp8: quantise the weights in every pass, not once before"),
+        ARG_INT_LIST("row-bytes", "LIST", &o.row_bytes, "14336,12288,8192,7424,4224,4096", 128, 1 << 20, "link: lengths of rows, multiples of 128"),
+        ARG_INT("blocks", "N", &o.blocks, 0, 1, 65535, "link: CTAs that move rows; one on each SM if not given"),
+        ARG_FLAG("processes", &o.processes, "link: ranks are processes, with a GPU each"),
         ARG_FLAG("json", &json, "print JSON"),
     };
     const size_t num_options = sizeof options / sizeof *options;
     args_result parsed = args_parse(options, num_options, argc, argv, error, sizeof error);
     int status = 0;
     if (parsed == ARGS_HELP)
-        args_help(stdout, "mok bench", "Times of one layer's passes; on a GPU by stage, on the CPU also the rate of the GEMM beside OpenBLAS.", options, num_options);
+        args_help(stdout, "mok bench", "Times of one layer's passes; on a GPU by stage, on the CPU also the rate of the GEMM beside OpenBLAS. Or of the link alone.", options, num_options);
     if (parsed == ARGS_OK) {
         r.settings.ranks = (int32_t)ranks;
         r.settings.threads = (int32_t)threads;
+        o.tokens_given = args_given(options, num_options, "tokens");
         shape_prefer_model(&shape, options, num_options);
-        if (settle(&r, &shape, save, backend, only, dtype, error, sizeof error))
+        if (settle(&r, &shape, &o, error, sizeof error))
             status = measure(&r, json, error, sizeof error);
         else
             parsed = ARGS_ERROR;

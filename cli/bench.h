@@ -7,6 +7,7 @@
 typedef struct bench_settings {
     mok_config cfg;         /* shape and arithmetic */
     int32_t ranks, threads; /* threads of a rank; 0 = cores / ranks */
+    int32_t devices[4096];  /* [ranks]; cuda */
     int64_t tokens, repeat; /* tokens of a rank */
     mok_save save;
     int64_t save_rows;
@@ -88,7 +89,8 @@ typedef struct bench_report {
     bench_layer layer;
     bench_gemm gemm;
     bench_gpu gpu;
-    bool has_layer, has_gemm, has_gpu;
+    struct bench_link *link;                    /* bench_link.h */
+    bool has_layer, has_gemm, has_gpu, has_link;
 } bench_report;
 
 /* bench_print.c */

@@ -157,9 +157,8 @@ static bench_traffic count_traffic(const layer_result *r)
 
 static bool run(const bench_settings *s, const layer_problem *p, bench_layer *out, bench_breakdown *breakdown, char *error, size_t error_size)
 {
-    static const int32_t first_device[4096];
     bool cuda = s->cfg.backend == MOK_BACKEND_CUDA;
-    layer_options o = {.ranks = s->ranks, .devices = cuda ? first_device : NULL, .save = s->save, .save_rows = s->save_rows,
+    layer_options o = {.ranks = s->ranks, .devices = cuda ? s->devices : NULL, .save = s->save, .save_rows = s->save_rows,
                        .mx_prequantised = !s->requantise, .cpu_threads = s->threads, .backend = s->cfg.backend,
                        .repeat = s->repeat + 1, .after_pass = after_pass};
     layer_result r;

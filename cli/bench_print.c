@@ -3,7 +3,7 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "bench.h"
+#include "bench_link.h"
 #include "json.h"
 #include "shape.h"
 #include "term.h"
@@ -130,9 +130,16 @@ bool bench_print_json(const bench_report *r)
         json_null(&w, "gpu");
     json_string(&w, "version", mok_version());
     json_string(&w, "commit", *r->commit ? r->commit : NULL);
-    shape_json(&w, "shape", r->name, &s->cfg);
+    if (!r->has_link)
+        shape_json(&w, "shape", r->name, &s->cfg);
     json_int(&w, "ranks", s->ranks);
-    json_int(&w, "tokens", s->tokens);
+    json_int(&w, "tokens", r->has_link ? r->link->settings.tokens : s->tokens);
+    if (s->cfg.backend == MOK_BACKEND_CUDA) {
+        json_begin_array(&w, "devices");
+        for (int32_t i = 0; i < s->ranks; i++)
+            json_int(&w, NULL, s->devices[i]);
+        json_end_array(&w);
+    }
     json_int(&w, "repeat", s->repeat);
     json_bool(&w, "requantise", s->requantise);
     if (r->has_layer) {
@@ -149,6 +156,8 @@ bool bench_print_json(const bench_report *r)
     }
     if (r->has_gemm)
         gemm_json(&w, &r->gemm);
+    if (r->has_link)
+        bench_link_json(&w, r->link);
     json_int(&w, "skipped", r->has_gemm && !r->gemm.has_openblas);
     json_end_object(&w);
     return json_writer_finish(&w);
@@ -206,6 +215,8 @@ static void print_gpu_layer(const bench_layer *l)
            term_si((double)l->traffic.bytes_pushed, "B").text, term_si(link_bytes(l) / l->called.forward.p50, "B/s").text);
 }
 
+static bool share_gpu(const bench_settings *s) { return s->ranks > 1 && s->devices[0] == s->devices[1]; }
+
 static void print_layer(const bench_report *r)
 {
     const bench_layer *l = &r->layer;
@@ -213,7 +224,7 @@ static void print_layer(const bench_report *r)
     printf("\nlayer: %d rank%s, %s tokens", r->settings.ranks, r->settings.ranks == 1 ? "" : "s", term_count(r->settings.tokens).text);
     if (!l->has_breakdown)
         printf(" and %d thread%s", l->config.cpu_threads, l->config.cpu_threads == 1 ? "" : "s");
-    printf(" each%s, median of %s passes\n\n", l->has_breakdown && r->settings.ranks > 1 ? ", on one GPU" : "", term_count(r->settings.repeat).text);
+    printf(" each%s, median of %s passes\n\n", l->has_breakdown && r->settings.ranks > 1 && share_gpu(&r->settings) ? ", on one GPU" : "", term_count(r->settings.repeat).text);
     term_table_start(&t, "lrrrrr", (const char *[]){"pass", "p50", "p99", "fastest", "work", "rate"});
     time_row(&t, "schedule", l->schedule, 0);
     time_row(&t, "forward", l->forward, l->forward_flops);
@@ -254,9 +265,12 @@ void bench_print_text(const bench_report *r)
     if (r->has_gpu)
         printf("%s, driver %s; SM clock %.0f MHz (median of %lld while measuring), at most %.0f; memory %.0f MHz; %.0f W\n", r->gpu.name, r->gpu.driver, r->gpu.sm_clock_mhz,
                (long long)r->gpu.clock_samples, r->gpu.max_sm_clock_mhz, r->gpu.memory_clock_mhz, r->gpu.power_w);
-    printf("%s: %s\n", r->name, shape_describe(&r->settings.cfg, shape));
+    if (!r->has_link)
+        printf("%s: %s\n", r->name, shape_describe(&r->settings.cfg, shape));
     if (r->has_layer)
         print_layer(r);
     if (r->has_gemm)
         print_gemm(&r->gemm);
+    if (r->has_link)
+        bench_link_text(r->link);
 }

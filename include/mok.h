@@ -579,6 +579,30 @@ MOK_API mok_status mok_stage_times_start(mok_workspace *workspace);
 /* Blocks until the calls so far have run, and begins anew. *count: room in `times` (48 is enough), then how many were written. Sums over the
  * calls. MOK_E_UNSUPPORTED on another backend, MOK_E_STATE before the start, MOK_E_ARG if there is too little room. */
 MOK_API mok_status mok_stage_times_read(mok_workspace *workspace, mok_stage_time *times, int32_t *count);
+
+/* The link by itself, for benchmarks; backend cuda only: the rows of a schedule travel once as in a pass, and nothing is computed. Collective: all
+ * ranks with the same `work`; blocks until the rows have arrived and were checked. Made-up numbers are sent, into memory that was filled with
+ * NaN just before. The schedule is of mok_schedule for this workspace, with top-k 1 and a ring of at least its rows; BF16.
+ * MOK_LINK_PULL  rows of x into the ring, as s1_dispatch does
+ * MOK_LINK_PUSH  rows to their tokens' slots, as the epilogue of s4_down does; with MOK_LINK_PULL: both at once
+ * MOK_LINK_PLAIN instead of that code: whole rows, with as many bulk copies under way as fit. What the link gives at best.
+ * MOK_LINK_SIGNAL with PLAIN: and the news that rows have arrived. Pulled: the puller counts them in its own memory, batch by batch. Pushed:
+ *                a flag for every row, written at the token's rank once the row is complete there.
+ * MOK_LINK_EMPTY with PLAIN and SIGNAL: the news alone. */
+typedef enum mok_link_work { MOK_LINK_PULL = 1, MOK_LINK_PUSH = 2, MOK_LINK_PLAIN = 4, MOK_LINK_SIGNAL = 8, MOK_LINK_EMPTY = 16 } mok_link_work;
+typedef struct mok_link_args {
+    const void *schedule;
+    int64_t num_tokens;    /* as in the schedule */
+    int32_t work;          /* mok_link_work, or'ed */
+    int32_t blocks;        /* CTAs; 0: one on each SM */
+} mok_link_args;
+typedef struct mok_link_result {
+    double seconds;        /* on this rank's GPU, from the barrier of all ranks to the end of its own moves */
+    int64_t rows, rows_peer; /* in this rank's table; those whose token lives on another rank */
+    int64_t wrong_words;   /* of 4 bytes, in what this rank received; flags and counters too. 0 unless something is broken */
+} mok_link_result;
+/* MOK_E_UNSUPPORTED on another backend, with MXFP8 or another top-k; MOK_E_STATE if the table does not fit the ring; MOK_E_ARG. */
+MOK_API mok_status mok_link_move(mok_workspace *workspace, const mok_link_args *args, void *stream, mok_link_result *result);
 #endif
 
 #ifdef __cplusplus

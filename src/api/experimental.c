@@ -44,3 +44,20 @@ mok_status mok_stage_times_read(mok_workspace *w, mok_stage_time *times, int32_t
         return mk_fail(MOK_E_ARG, "%s is NULL", times ? "count" : "times");
     return w->backend->stage_times_read(w, times, count);
 }
+
+mok_status mok_link_move(mok_workspace *w, const mok_link_args *a, void *stream, mok_link_result *result)
+{
+    const int32_t all = MOK_LINK_PULL | MOK_LINK_PUSH | MOK_LINK_PLAIN | MOK_LINK_SIGNAL | MOK_LINK_EMPTY;
+    if (!w || !a || !result || !a->schedule)
+        return mk_fail(MOK_E_ARG, "%s is NULL", !w ? "workspace" : !a ? "args" : !result ? "result" : "schedule");
+    if (!w->backend->link_move)
+        return mk_fail(MOK_E_UNSUPPORTED, "backend %s has no link to measure: backend cuda has", w->backend->name);
+    if (!(a->work & (MOK_LINK_PULL | MOK_LINK_PUSH)) || (a->work & ~all) || ((a->work & (MOK_LINK_SIGNAL | MOK_LINK_EMPTY)) && !(a->work & MOK_LINK_PLAIN)) ||
+        ((a->work & MOK_LINK_EMPTY) && !(a->work & MOK_LINK_SIGNAL)))
+        return mk_fail(MOK_E_ARG, "work is %d: it needs MOK_LINK_PULL, MOK_LINK_PUSH or both; MOK_LINK_SIGNAL goes with MOK_LINK_PLAIN, MOK_LINK_EMPTY with both", a->work);
+    if (a->blocks < 0 || a->blocks > 65535)
+        return mk_fail(MOK_E_ARG, "blocks is %d, but must be from 0 to 65535", a->blocks);
+    if (w->broken)
+        return mk_fail(MOK_E_STATE, "the workspace is broken: an earlier call of it failed");
+    return w->backend->link_move(w, a, stream, result);
+}

@@ -9,7 +9,9 @@
 #include "mok.h"
 #include "peer/group.h"
 
-struct mok_stage_time; /* of the experimental part of mok.h */
+struct mok_stage_time; /* of the experimental part of mok.h, as the next two */
+struct mok_link_args;
+struct mok_link_result;
 
 /* One collective call, its arguments checked. The member that belongs to the operation is filled (recompute: forward). */
 typedef struct mk_call {
@@ -50,6 +52,8 @@ typedef struct mk_backend {
     /* mok_stage_times_start, mok_stage_times_read; NULL: it has none. */
     mok_status (*stage_times_start)(mok_workspace *w);
     mok_status (*stage_times_read)(mok_workspace *w, struct mok_stage_time *times, int32_t *count);
+    /* mok_link_move; NULL: it has no link to measure. */
+    mok_status (*link_move)(mok_workspace *w, const struct mok_link_args *args, void *stream, struct mok_link_result *result);
     bool mxfp8; /* its layers compute in MXFP8 too */
 } mk_backend;
 

@@ -4,6 +4,7 @@
 #include "test.h"
 
 #include <algorithm>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -15,18 +16,19 @@ extern "C" {
 #include "json.h"
 }
 
-/* What the command prints, and its exit status. */
-static std::string bench(std::vector<const char *> args, int *status)
+/* What the command prints (stream 1, or 2: what it complains about), and its exit status. */
+static std::string bench(std::vector<const char *> args, int *status, int stream = 1, std::function<void(const std::string &, const void *)> before_launch = nullptr)
 {
     FILE *file = tmpfile();
     std::string text;
-    fflush(stdout);
-    const int kept = dup(1);
-    dup2(fileno(file), 1);
+    fflush(nullptr);
+    const int kept = dup(stream);
+    dup2(fileno(file), stream);
     emulated::plug_in(test_seed(), 2);
+    emulated::gpu.before_launch = before_launch;
     *status = command_bench((int)args.size(), const_cast<char **>(args.data()));
-    fflush(stdout);
-    dup2(kept, 1);
+    fflush(nullptr);
+    dup2(kept, stream);
     close(kept);
     rewind(file);
     for (int c; (c = fgetc(file)) != EOF;)
@@ -116,6 +118,89 @@ TEST(table_for_people_over_two_ranks)
     for (const char *part : {"backend cuda (", "s0_schedule", "rank_barrier", "fused", "s1_dispatch", "s2_gate_up", "s4_down", "wgrad", "s5_combine", "FLOP/s", "are padding (", "The busiest rank pulls "})
         CHECK_STR(text.c_str(), part);
     CHECK(text.find(" pulls 0 B") == std::string::npos); /* half of the tokens live on the other rank */
+}
+
+#define LINK "--backend", "cuda", "--only", "link", "--repeat", "1"
+
+static const json_value *link_case(const json_value *v, const char *routing, double row_bytes)
+{
+    for (const json_value *c = json_get(json_get(v, "link"), "cases")->first; c; c = c->next)
+        if (!strcmp(json_get(c, "routing")->string, routing) && number(c, "row_bytes") == row_bytes)
+            return c;
+    TEST_FAILED("there is no case %s of %g bytes", routing, row_bytes);
+    return nullptr;
+}
+
+TEST(link_of_virtual_ranks_moves_what_the_routing_says)
+{
+    int status;
+    char error[256];
+    const std::string text = bench({LINK, "--ranks", "3", "--tokens", "8", "--row-bytes", "1152", "--json"}, &status);
+    REQUIRE(status == 0);
+    json_value *v = json_parse(text.data(), text.size(), error, sizeof error);
+    REQUIRE(v);
+    CHECK(json_get(json_get(v, "link"), "one_gpu")->boolean);
+    const double bytes = 1152;
+    const json_value *balanced = link_case(v, "balanced", bytes), *most = link_case(v, "most to rank 0", bytes), *one = link_case(v, "all to rank 0", bytes);
+    REQUIRE(balanced && most && one);
+    CHECK_EQ(number(balanced, "rows"), 8);
+    CHECK_EQ(number(json_get(balanced, "pull"), "bytes"), 8 * bytes);
+    CHECK_EQ(number(json_get(balanced, "both"), "bytes"), 16 * bytes);
+    CHECK_EQ(number(one, "rows"), 16); /* of the two others */
+    CHECK_EQ(number(json_get(one, "plain_push"), "bytes"), 16 * bytes);
+    CHECK_EQ(number(json_get(one, "both"), "bytes"), 16 * bytes); /* nothing leaves rank 0 */
+    CHECK_EQ(number(most, "rows"), 2 * 6 + 2); /* three quarters of the rows of the others, and one row more of each */
+    for (const char *work : {"pull", "push", "both"}) {
+        const json_value *t = json_get(balanced, work);
+        CHECK(number(t, "p50_ms") > 0 && number(t, "p99_ms") >= number(t, "p50_ms") && number(t, "share_of_ceiling") > 0);
+        CHECK(fabs(number(t, "gb_per_second") / (1e-6 * number(t, "bytes") / number(t, "p50_ms")) - 1) < 1e-6);
+    }
+    CHECK(number(json_get(one, "push_news"), "p50_ms") > 0);
+    json_free(v);
+}
+
+TEST(link_of_one_rank_with_rows_longer_than_a_slot)
+{
+    int status;
+    const std::string text = bench({LINK, "--ranks", "1", "--tokens", "3", "--row-bytes", "33024"}, &status);
+    CHECK_EQ(status, 0);
+    for (const char *part : {"1 rank", "on one GPU, so nothing crosses a link", "33024", "alone", "pull", "push", "both", "push: more"})
+        CHECK_STR(text.c_str(), part);
+}
+
+TEST(link_notices_a_wrong_word_and_a_missing_signal)
+{
+    for (const bool signal : {false, true}) {
+        int status, checks = 0;
+        const std::string text = bench({LINK, "--ranks", "1", "--tokens", "200", "--row-bytes", "256"}, &status, 2, [&](const std::string &kernel, const void *params) {
+            const mk_link_params &p = *static_cast<const mk_link_params *>(params);
+            if (kernel != "mok_link_check" || (signal ? !(p.signal & MK_LINK_SIGNAL_PUSH) : !p.payload || !p.pull) || checks++)
+                return;
+            if (signal)
+                *reinterpret_cast<uint32_t *>(p.rank.heap + p.rank.memory.dweight_slots + 4 * 7) ^= 1;
+            else
+                p.rank.local[p.rank.memory.ring_x + 256 * 3 + 17] ^= 4;
+        });
+        CHECK_EQ(status, 1);
+        CHECK_STR(text.c_str(), "rank 0: 1 of the words it received are wrong");
+    }
+}
+
+TEST(link_refuses_with_a_sentence)
+{
+    const struct { std::vector<const char *> args; const char *sentence; } wrong[] = {
+        {{LINK, "--row-bytes", "1000"}, "--row-bytes has 1000, but rows are multiples of 128 bytes"},
+        {{LINK, "--ranks", "65"}, "--ranks is 65, but the link is measured with at most 64"},
+        {{"--only", "link"}, "--only link needs --backend cuda"},
+        {{LINK, "--devices", "0"}, "--devices is \"0\", but must be each, first, or 2 numbers"},
+        {{"--backend", "cuda", "--processes"}, "--processes goes with --only link"},
+    };
+    for (const auto &w : wrong) {
+        int status;
+        const std::string text = bench(w.args, &status, 2);
+        CHECK_EQ(status, 2);
+        CHECK_STR(text.c_str(), w.sentence);
+    }
 }
 
 TEST(a_gpu_line_of_the_drivers_tool_is_read)

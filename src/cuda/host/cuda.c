@@ -406,5 +406,6 @@ const mk_backend mk_backend_cuda = {
     .memory_copy = memory_copy,
     .stage_times_start = mk_cuda_times_start,
     .stage_times_read = mk_cuda_times_read,
+    .link_move = mk_cuda_link_move,
     .mx_quantise = mk_cuda_mx_quantise,
 };

@@ -3,6 +3,7 @@
 #define MK_CUDA_KERNELS_H
 
 #include "cuda/host/driver.h"
+#include "cuda/kernel/link_params.h"
 #include "cuda/kernel/mx_params.h"
 #include "cuda/kernel/params.h"
 
@@ -28,7 +29,11 @@
     X(mok_backward_fused, 384, MK_BACKWARD_SHARED, 2)     \
     X(mok_s5_combine_bwd, 256, MK_SMALL_SHARED, 1)        \
     X(mok_mx_quantise_matrix, 256, MK_SMALL_SHARED, 1)    \
-    X(mok_mx_quantise_turned, 256, MK_MX_TURNED_SHARED, 1)
+    X(mok_mx_quantise_turned, 256, MK_MX_TURNED_SHARED, 1) \
+    X(mok_link_fill, 256, MK_SMALL_SHARED, 1)             \
+    X(mok_link_move, 288, MK_LINK_MOVE_SHARED, 1)         \
+    X(mok_link_copy, 256, MK_LINK_COPY_SHARED, 1)         \
+    X(mok_link_check, 256, MK_SMALL_SHARED, 1)
 
 typedef enum mk_cuda_kernel {
 #define MK_CUDA_KERNEL_ENUM(name, threads, shared, cluster) MK_CUDA_##name,

@@ -6,6 +6,7 @@
  *   mx.c      quantisation of weights, without a workspace
  *   meet.c    the barrier of ranks that share a GPU
  *   times.c   how long each stage took, for benchmarks
+ *   link.c    the link by itself, for benchmarks
  *   fault.c   what the device found wrong, in a sentence */
 #ifndef MK_CUDA_STATE_H
 #define MK_CUDA_STATE_H
@@ -105,6 +106,9 @@ mok_status mk_cuda_times_launch(mk_cuda_state *s, mk_operation operation, mk_cud
 mok_status mk_cuda_times_start(mok_workspace *w);
 mok_status mk_cuda_times_read(mok_workspace *w, struct mok_stage_time *times, int32_t *count);
 void mk_cuda_times_free(mk_cuda_state *s);
+
+/* link.c: mok_link_move, its arguments checked as far as they concern every backend. */
+mok_status mk_cuda_link_move(mok_workspace *w, const struct mok_link_args *args, void *stream, struct mok_link_result *result);
 
 /* fault.c: takes the record that is there, if any: MOK_OK or its status and sentence. Does not wait. idle: the device is, so that its own
  * copy may be read and cleared too. */
