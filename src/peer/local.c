@@ -11,9 +11,10 @@
 #include "base/log.h"
 #include "peer/group.h"
 
+/* What a rank brings to a round; the memory is the rendezvous', so that a rank may leave as soon as all have come. */
 typedef struct mk_message {
-    const void *data;
-    size_t bytes;
+    char *data;
+    size_t bytes, room;
 } mk_message;
 
 /* A heap that its rank has left while others may still come late and use it: it goes with the group's last handle. */
@@ -31,7 +32,9 @@ typedef struct mk_rendezvous {
     uint64_t round;
     bool broken;                /* a rank gave up waiting: nothing works any more */
     char missing[256];          /* the ranks that were waited for then */
-    mk_message *sent;           /* [size] what each rank brings this round; data NULL: it is not there */
+    uint64_t *came;             /* [size] rounds that each rank has come to */
+    /* [2, size] by parity of the round. A rank writes its place again two rounds later: when all have come to the round between, and so have read. */
+    mk_message *sent;
     mk_retired *retired;
 } mk_rendezvous;
 
@@ -54,7 +57,7 @@ static void name_missing(const mk_rendezvous *v, char *text, size_t bytes)
     size_t used = 0;
     text[0] = 0;
     for (int32_t r = 0; r < v->size && used < bytes - 12; r++)
-        if (!v->sent[r].data)
+        if (v->came[r] <= v->round)
             used += (size_t)snprintf(text + used, bytes - used, " %d", r);
 }
 
@@ -96,63 +99,66 @@ static mok_status fail_broken(const mok_group *g, const mk_rendezvous *v, int64_
     return mk_fail(MOK_E_TIMEOUT, "rank %d: this group of %d ranks is broken, a rank has given up waiting; not there:%s", g->rank, v->size, v->missing);
 }
 
-/* Waits until every rank has come with something to send. The last one to come opens the next round. */
+/* Under the lock. */
+static bool bring(mk_message *m, const void *send, size_t bytes)
+{
+    char *grown = bytes <= m->room ? m->data : realloc(m->data, bytes);
+    if (!grown)
+        return false;
+    m->data = memcpy(grown, send, bytes);
+    m->bytes = bytes;
+    m->room = bytes > m->room ? bytes : m->room;
+    return true;
+}
+
+/* Under the lock. Waits until every rank has come; the last one to come opens the next round. A late rank must not complete a round that the others have
+ * left. */
 static mok_status meet(mok_group *g, const void *send, size_t bytes, int64_t timeout_ms)
 {
     mk_rendezvous *v = g->local;
     struct timespec deadline = deadline_after(timeout_ms);
+    const uint64_t round = v->round;
     int64_t report_ms = MK_LATE_MS;
     bool waited = false;
-    pthread_mutex_lock(&v->lock);
-    uint64_t round = v->round;
-    if (!v->broken) { /* a late rank must not complete a round that the others have left */
-        v->sent[g->rank] = (mk_message){send, bytes};
-        if (++v->arrived == v->size) {
-            v->arrived = 0;
-            v->round++;
-            pthread_cond_broadcast(&v->changed);
-        }
+    if (v->broken)
+        return fail_broken(g, v, timeout_ms, false);
+    if (!bring(&v->sent[(round & 1) * (uint64_t)v->size + (uint64_t)g->rank], send, bytes)) {
+        give_up(v);
+        return mk_fail(MOK_E_MEMORY, "rank %d has no memory to send %zu bytes", g->rank, bytes);
+    }
+    v->came[g->rank] = round + 1;
+    if (++v->arrived == v->size) {
+        v->arrived = 0;
+        v->round++;
+        pthread_cond_broadcast(&v->changed);
     }
     while (v->round == round && !v->broken)
         if (wait_a_while(g, &deadline, &report_ms, round)) {
             waited = true;
             give_up(v);
         }
-    mok_status status = v->round == round ? fail_broken(g, v, timeout_ms, waited) : MOK_OK;
-    pthread_mutex_unlock(&v->lock);
-    return status;
+    return v->round == round ? fail_broken(g, v, timeout_ms, waited) : MOK_OK;
 }
 
-/* Under the lock. Sizes differ if ranks are in different calls, creating here and destroying there: the same verdict on all. */
-static mok_status collect(const mok_group *g, void *recv, size_t bytes, int64_t timeout_ms)
+/* Sizes differ if ranks are in different calls, creating here and destroying there: the same verdict on all. */
+static mok_status collect(const mk_message *sent, int32_t size, void *recv, size_t bytes)
 {
-    const mk_rendezvous *v = g->local;
-    for (int32_t r = 0; r < v->size; r++) {
-        if (!v->sent[r].data) /* has left meanwhile, because the group is broken */
-            return fail_broken(g, v, timeout_ms, false);
-        if (v->sent[r].bytes != v->sent[0].bytes)
+    for (int32_t r = 0; r < size; r++)
+        if (sent[r].bytes != sent[0].bytes)
             return mk_fail(MOK_E_MISMATCH, "ranks 0 and %d of this group create and destroy workspaces in different orders", r);
-    }
-    for (int32_t r = 0; r < v->size; r++)
-        memcpy((char *)recv + (size_t)r * bytes, v->sent[r].data, bytes);
+    for (int32_t r = 0; r < size; r++)
+        memcpy((char *)recv + (size_t)r * bytes, sent[r].data, bytes);
     return MOK_OK;
 }
 
 static mok_status local_all_gather(mok_group *g, const void *send, void *recv, size_t bytes, int64_t timeout_ms)
 {
     mk_rendezvous *v = g->local;
-    mok_status status = meet(g, send, bytes, timeout_ms), verdict = MOK_OK;
     pthread_mutex_lock(&v->lock);
-    if (status == MOK_OK)
-        verdict = collect(g, recv, bytes, timeout_ms);
+    const mk_message *sent = v->sent + (v->round & 1) * (uint64_t)v->size;
+    mok_status status = meet(g, send, bytes, timeout_ms);
     pthread_mutex_unlock(&v->lock);
-    /* Nobody may leave, or clear its place, before all have read. */
-    if (status == MOK_OK)
-        status = meet(g, send, bytes, timeout_ms);
-    pthread_mutex_lock(&v->lock);
-    v->sent[g->rank] = (mk_message){NULL, 0};
-    pthread_mutex_unlock(&v->lock);
-    return status == MOK_OK ? verdict : status;
+    return status == MOK_OK ? collect(sent, v->size, recv, bytes) : status;
 }
 
 static void *host_memory(size_t bytes)
@@ -209,6 +215,15 @@ static mok_status local_heap_alloc(mok_group *g, size_t bytes, void **peers, int
     return status;
 }
 
+static void free_rendezvous(mk_rendezvous *v)
+{
+    for (int32_t i = 0; v->sent && i < 2 * v->size; i++)
+        free(v->sent[i].data);
+    free(v->sent);
+    free(v->came);
+    free(v);
+}
+
 static void local_close(mok_group *g)
 {
     mk_rendezvous *v = g->local;
@@ -226,8 +241,7 @@ static void local_close(mok_group *g)
     }
     pthread_cond_destroy(&v->changed);
     pthread_mutex_destroy(&v->lock);
-    free(v->sent);
-    free(v);
+    free_rendezvous(v);
 }
 
 const mk_transport mk_transport_local = {local_all_gather, local_heap_alloc, local_heap_free, local_abandon, local_close, NULL};
@@ -240,23 +254,24 @@ mok_status mok_group_create_local(int32_t num_ranks, const int32_t *devices, mok
         return mk_fail(MOK_E_ARG, "num_ranks is %d: it must be from 1 to 4096", num_ranks);
     mk_rendezvous *v = calloc(1, sizeof *v);
     mok_group **made = calloc((size_t)num_ranks, sizeof *made);
-    if (v)
-        v->sent = calloc((size_t)num_ranks, sizeof *v->sent);
-    bool complete = v && made && v->sent;
+    if (v) {
+        v->size = v->handles = num_ranks;
+        v->sent = calloc(2 * (size_t)num_ranks, sizeof *v->sent);
+        v->came = calloc((size_t)num_ranks, sizeof *v->came);
+    }
+    bool complete = v && made && v->sent && v->came;
     for (int32_t r = 0; r < num_ranks && complete; r++)
         complete = (made[r] = calloc(1, sizeof **made)) != NULL;
     if (!complete) {
         for (int32_t r = 0; made && r < num_ranks; r++)
             free(made[r]);
         if (v)
-            free(v->sent);
-        free(v);
+            free_rendezvous(v);
         free(made);
         return mk_fail(MOK_E_MEMORY, "no memory for a group of %d ranks", num_ranks);
     }
     pthread_mutex_init(&v->lock, NULL);
     pthread_cond_init(&v->changed, NULL);
-    v->size = v->handles = num_ranks;
     for (int32_t r = 0; r < num_ranks; r++) {
         made[r]->rank = r;
         made[r]->size = num_ranks;

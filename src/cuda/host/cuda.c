@@ -58,8 +58,10 @@ static void close_state(mok_workspace *w)
         close_entered(w);
         mk_cuda_leave(s->device);
     }
-    if (s)
+    if (s) {
         free(s->arrivals);
+        free(s->maps);
+    }
     free(s);
     w->state = NULL;
 }
@@ -155,6 +157,9 @@ static mok_status open_state(mok_workspace *w)
     s->meets_on_host = share;
     mok_status status;
     MK_TRY_GOTO(mk_cuda_device_load(s->device), fail);
+    s->maps = calloc(MK_CUDA_KEPT_MAPS, sizeof *s->maps);
+    if (!s->maps)
+        MK_TRY_GOTO(mk_fail(MOK_E_MEMORY, "no memory for the tensor maps of rank %d", w->dims.rank), fail);
     s->arrivals = s->meets_on_host ? calloc((size_t)w->dims.num_ranks, sizeof *s->arrivals) : NULL;
     if (s->meets_on_host && !s->arrivals)
         MK_TRY_GOTO(mk_fail(MOK_E_MEMORY, "no memory for the meetings of rank %d", w->dims.rank), fail);
@@ -173,101 +178,99 @@ fail:
 }
 
 /* --- check ------------------------------------------------------------------------------------------------------------ */
-/* One argument: NULL is fine (src/api has looked). What was good in the last call is good. */
-typedef struct checker { mok_workspace *w; int next; } checker;
+/* One argument: NULL is fine (src/api has looked). The driver is asked once about a pointer: a model's layers come again and again, and a framework's
+ * allocator hands out the same places. */
+enum { SEEN_BITS = 12 };
+_Static_assert(1 << SEEN_BITS == MK_CUDA_SEEN_POINTERS, "a place for each hash");
 
-static mok_status check_memory(checker *c, const char *name, const void *pointer, unsigned align)
+static mok_status check_memory(const mok_workspace *w, const char *name, const void *pointer, unsigned align)
 {
-    mk_cuda_state *s = c->w->state;
-    const void **seen = &s->seen[c->next++ % MK_CUDA_SEEN_POINTERS];
+    mk_cuda_state *s = w->state;
+    const void **seen = &s->seen[mk_cuda_place(pointer, 0, SEEN_BITS)];
     int attributes[] = {MK_CU_POINTER_MEMORY_TYPE, MK_CU_POINTER_DEVICE_ORDINAL}, ordinal = -1;
     unsigned type = 0;
     void *values[] = {&type, &ordinal};
-    if (!pointer || *seen == pointer)
-        return MOK_OK;
     if ((uintptr_t)pointer % align)
         return mk_fail(MOK_E_ARG, "%s is at %p: backend cuda needs it aligned to %u bytes", name, pointer, align);
+    if (!pointer || *seen == pointer)
+        return MOK_OK;
     MK_CUDA_TRY(s->api->cuPointerGetAttributes(2, attributes, values, mk_cu_address(pointer)), "asking the driver what %s (at %p) is", name, pointer);
     if (type == 0)
         return mk_fail(MOK_E_ARG, "%s is at %p, which is no memory of the CUDA driver: backend cuda takes device pointers", name, pointer);
     if (type == MK_CU_MEMORY_DEVICE && ordinal != s->device->ordinal)
-        return mk_fail(MOK_E_ARG, "%s is on device %d, but rank %d is on device %d", name, ordinal, c->w->dims.rank, s->device->ordinal);
+        return mk_fail(MOK_E_ARG, "%s is on device %d, but rank %d is on device %d", name, ordinal, w->dims.rank, s->device->ordinal);
     *seen = pointer;
     return MOK_OK;
 }
 
-static mok_status check_weight(checker *c, const char *name, const mok_weight *m, bool used)
+static mok_status check_weight(const mok_workspace *w, const char *name, const mok_weight *m, bool used)
 {
     if (used && m->experts)
         return mk_fail(MOK_E_UNSUPPORTED, "%s.experts is given: backend cuda reads packed weights only, for now", name);
-    return check_memory(c, name, used ? m->packed : NULL, 16);
+    return check_memory(w, name, used ? m->packed : NULL, 16);
 }
 
-static mok_status check_schedule(checker *c, const mok_schedule_args *a)
+static mok_status check_schedule(const mok_workspace *w, const mok_schedule_args *a)
 {
-    MK_TRY(check_memory(c, "expert_ids", a->num_tokens ? a->expert_ids : NULL, 4));
-    MK_TRY(check_memory(c, "schedule", a->schedule, MK_BUFFER_ALIGN));
-    MK_TRY(check_memory(c, "tokens_per_expert_local", a->tokens_per_expert_local, 8));
-    return check_memory(c, "tokens_per_expert_global", a->tokens_per_expert_global, 8);
+    MK_TRY(check_memory(w, "expert_ids", a->num_tokens ? a->expert_ids : NULL, 4));
+    MK_TRY(check_memory(w, "schedule", a->schedule, MK_BUFFER_ALIGN));
+    MK_TRY(check_memory(w, "tokens_per_expert_local", a->tokens_per_expert_local, 8));
+    return check_memory(w, "tokens_per_expert_global", a->tokens_per_expert_global, 8);
 }
 
-static mok_status check_forward(checker *c, const mok_forward_args *a, bool down)
+static mok_status check_forward(const mok_workspace *w, const mok_forward_args *a, bool down)
 {
-    const mok_workspace *w = c->w;
     const mok_weights *m = &a->weights;
     bool routed = w->dims.experts_count > 0, shared = w->dims.shared_intermediate > 0;
-    c->next = 4; /* behind those of a schedule */
-    MK_TRY(check_memory(c, "schedule", a->schedule, MK_BUFFER_ALIGN));
-    MK_TRY(check_memory(c, "context", a->context, MK_BUFFER_ALIGN));
-    MK_TRY(check_memory(c, "x", a->num_tokens ? a->x : NULL, 16));
-    MK_TRY(check_memory(c, "router_weights", a->num_tokens && down ? a->router_weights : NULL, w->config.router_dtype == MOK_BF16 ? 2 : 4));
-    MK_TRY(check_memory(c, "out", a->num_tokens && down ? a->out : NULL, 16));
-    MK_TRY(check_memory(c, "shared_output_gate", w->config.shared_gate ? m->shared_output_gate : NULL, 16));
-    MK_TRY(check_weight(c, "weights.gate", &m->gate, routed));
-    MK_TRY(check_weight(c, "weights.up", &m->up, routed));
-    MK_TRY(check_weight(c, "weights.down", &m->down, routed && down));
-    MK_TRY(check_weight(c, "weights.shared_gate", &m->shared_gate, shared));
-    MK_TRY(check_weight(c, "weights.shared_up", &m->shared_up, shared));
-    return check_weight(c, "weights.shared_down", &m->shared_down, shared && down);
+    MK_TRY(check_memory(w, "schedule", a->schedule, MK_BUFFER_ALIGN));
+    MK_TRY(check_memory(w, "context", a->context, MK_BUFFER_ALIGN));
+    MK_TRY(check_memory(w, "x", a->num_tokens ? a->x : NULL, 16));
+    MK_TRY(check_memory(w, "router_weights", a->num_tokens && down ? a->router_weights : NULL, w->config.router_dtype == MOK_BF16 ? 2 : 4));
+    MK_TRY(check_memory(w, "out", a->num_tokens && down ? a->out : NULL, 16));
+    MK_TRY(check_memory(w, "shared_output_gate", w->config.shared_gate ? m->shared_output_gate : NULL, 16));
+    MK_TRY(check_weight(w, "weights.gate", &m->gate, routed));
+    MK_TRY(check_weight(w, "weights.up", &m->up, routed));
+    MK_TRY(check_weight(w, "weights.down", &m->down, routed && down));
+    MK_TRY(check_weight(w, "weights.shared_gate", &m->shared_gate, shared));
+    MK_TRY(check_weight(w, "weights.shared_up", &m->shared_up, shared));
+    return check_weight(w, "weights.shared_down", &m->shared_down, shared && down);
 }
 
-static mok_status check_grad(checker *c, const char *name, const mok_grad *g)
+static mok_status check_grad(const mok_workspace *w, const char *name, const mok_grad *g)
 {
     if (g->experts)
         return mk_fail(MOK_E_UNSUPPORTED, "%s.experts is given: backend cuda writes packed gradients only, for now", name);
-    return check_memory(c, name, g->packed, 16);
+    return check_memory(w, name, g->packed, 16);
 }
 
-static mok_status check_backward(checker *c, const mok_backward_args *a)
+static mok_status check_backward(const mok_workspace *w, const mok_backward_args *a)
 {
-    const mok_workspace *w = c->w;
     const mok_weights *m = &a->weights;
     const mok_grads *g = &a->grads;
     bool routed = w->dims.experts_count > 0, shared = w->dims.shared_intermediate > 0, data = a->parts != MOK_BACKWARD_WEIGHTS && a->num_tokens;
     unsigned router = w->config.router_dtype == MOK_BF16 ? 2 : 4;
-    c->next = 16; /* behind those of a forward */
-    MK_TRY(check_memory(c, "schedule", a->schedule, MK_BUFFER_ALIGN));
-    MK_TRY(check_memory(c, "context", a->context, MK_BUFFER_ALIGN));
-    MK_TRY(check_memory(c, "x", a->num_tokens ? a->x : NULL, 16));
-    MK_TRY(check_memory(c, "dout", a->num_tokens ? a->dout : NULL, 16));
-    MK_TRY(check_memory(c, "router_weights", a->num_tokens ? a->router_weights : NULL, router));
-    MK_TRY(check_memory(c, "dx", data ? a->dx : NULL, 16));
-    MK_TRY(check_memory(c, "drouter_weights", data ? a->drouter_weights : NULL, router));
-    MK_TRY(check_memory(c, "shared_output_gate", w->config.shared_gate ? m->shared_output_gate : NULL, 16));
-    MK_TRY(check_weight(c, "weights.gate", &m->gate, routed));
-    MK_TRY(check_weight(c, "weights.up", &m->up, routed));
-    MK_TRY(check_weight(c, "weights.down", &m->down, routed));
-    MK_TRY(check_weight(c, "weights.shared_gate", &m->shared_gate, shared));
-    MK_TRY(check_weight(c, "weights.shared_up", &m->shared_up, shared));
-    MK_TRY(check_weight(c, "weights.shared_down", &m->shared_down, shared));
-    MK_TRY(check_grad(c, "grads.gate", &g->gate));
-    MK_TRY(check_grad(c, "grads.up", &g->up));
-    MK_TRY(check_grad(c, "grads.down", &g->down));
-    MK_TRY(check_grad(c, "grads.shared_gate", &g->shared_gate));
-    MK_TRY(check_grad(c, "grads.shared_up", &g->shared_up));
-    MK_TRY(check_grad(c, "grads.shared_down", &g->shared_down));
-    MK_TRY(check_grad(c, "grads.shared_output_gate", &g->shared_output_gate));
-    return check_memory(c, "grads.ready", g->ready, 4);
+    MK_TRY(check_memory(w, "schedule", a->schedule, MK_BUFFER_ALIGN));
+    MK_TRY(check_memory(w, "context", a->context, MK_BUFFER_ALIGN));
+    MK_TRY(check_memory(w, "x", a->num_tokens ? a->x : NULL, 16));
+    MK_TRY(check_memory(w, "dout", a->num_tokens ? a->dout : NULL, 16));
+    MK_TRY(check_memory(w, "router_weights", a->num_tokens ? a->router_weights : NULL, router));
+    MK_TRY(check_memory(w, "dx", data ? a->dx : NULL, 16));
+    MK_TRY(check_memory(w, "drouter_weights", data ? a->drouter_weights : NULL, router));
+    MK_TRY(check_memory(w, "shared_output_gate", w->config.shared_gate ? m->shared_output_gate : NULL, 16));
+    MK_TRY(check_weight(w, "weights.gate", &m->gate, routed));
+    MK_TRY(check_weight(w, "weights.up", &m->up, routed));
+    MK_TRY(check_weight(w, "weights.down", &m->down, routed));
+    MK_TRY(check_weight(w, "weights.shared_gate", &m->shared_gate, shared));
+    MK_TRY(check_weight(w, "weights.shared_up", &m->shared_up, shared));
+    MK_TRY(check_weight(w, "weights.shared_down", &m->shared_down, shared));
+    MK_TRY(check_grad(w, "grads.gate", &g->gate));
+    MK_TRY(check_grad(w, "grads.up", &g->up));
+    MK_TRY(check_grad(w, "grads.down", &g->down));
+    MK_TRY(check_grad(w, "grads.shared_gate", &g->shared_gate));
+    MK_TRY(check_grad(w, "grads.shared_up", &g->shared_up));
+    MK_TRY(check_grad(w, "grads.shared_down", &g->shared_down));
+    MK_TRY(check_grad(w, "grads.shared_output_gate", &g->shared_output_gate));
+    return check_memory(w, "grads.ready", g->ready, 4);
 }
 
 static mok_status encode_maps(mok_workspace *w, const mok_forward_args *a, bool down)
@@ -284,16 +287,15 @@ static mok_status encode_maps(mok_workspace *w, const mok_forward_args *a, bool 
 
 static mok_status check_entered(mok_workspace *w, const mk_call *call)
 {
-    checker c = {w, 0};
     bool down = call->operation == MK_OP_FORWARD;
     MK_TRY(mk_cuda_take_fault(w, NULL));
     if (call->operation == MK_OP_SCHEDULE)
-        return check_schedule(&c, &call->schedule);
+        return check_schedule(w, &call->schedule);
     if (call->operation == MK_OP_BACKWARD) {
-        MK_TRY(check_backward(&c, &call->backward));
+        MK_TRY(check_backward(w, &call->backward));
         return mk_cuda_encode_backward(w, &call->backward.weights, call->num_tokens);
     }
-    MK_TRY(check_forward(&c, &call->forward, down));
+    MK_TRY(check_forward(w, &call->forward, down));
     return encode_maps(w, &call->forward, down);
 }
 

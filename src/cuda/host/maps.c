@@ -1,5 +1,5 @@
-/* The tensor maps of a forward's GEMMs, and their tiles. A map is a pure function of addresses and sizes: the last ones are kept, so a call
- * with the same weights encodes nothing. */
+/* The tensor maps of the GEMMs, and their tiles. A map is a pure function of addresses and sizes and is kept, so that a call with weights that
+ * have come before encodes nothing, however many layers share the workspace. */
 #include <string.h>
 
 #include "base/error.h"
@@ -10,6 +10,8 @@
 enum { TILE_ROWS = 128, CLUSTER = 2, COLS_WIDE = 256, COLS_NARROW = 128, BLOCK_K = 64 };
 /* Up to this contraction the narrow tile wins: its epilogue hides under the other warpgroup's MMAs. */
 enum { NARROW_UP_TO = 4096 };
+enum { MAP_BITS = 12 };
+_Static_assert(1 << MAP_BITS == MK_CUDA_KEPT_MAPS, "a place for each hash");
 
 static bool is_gate_up(mk_gemm_id id) { return id == MK_GEMM_GATE_UP || id == MK_GEMM_SHARED_GATE_UP; }
 static bool is_shared(mk_gemm_id id) { return id == MK_GEMM_SHARED_GATE_UP || id == MK_GEMM_SHARED_DOWN; }
@@ -82,10 +84,27 @@ static mk_tensor describe_rows(const mok_workspace *w, mk_gemm_id id, int64_t nu
                              s->device->blackwell ? TILE_ROWS : TILE_ROWS / CLUSTER);
 }
 
-static mok_status encode(mk_tensor_map_encoder encoder, mk_tensor_map *map, const mk_tensor *t, const char *what)
+static bool same_tensor(const mk_tensor *a, const mk_tensor *b)
 {
-    MK_CUDA_TRY(mk_tensor_map_encode(map, t, encoder), "encoding the tensor map of %s: %llu x %llu x %llu at %p", what, (unsigned long long)t->dim[2],
-                (unsigned long long)t->dim[1], (unsigned long long)t->dim[0], t->address);
+    bool same = a->address == b->address && a->type == b->type && a->swizzle == b->swizzle && a->rank == b->rank;
+    for (uint32_t i = 0; same && i < a->rank; i++)
+        same = a->dim[i] == b->dim[i] && a->box[i] == b->box[i] && (i + 1 == a->rank || a->stride_bytes[i] == b->stride_bytes[i]);
+    return same;
+}
+
+static mok_status encode(mk_cuda_state *s, mk_tensor_map *map, const mk_tensor *t, const char *what)
+{
+    mk_cuda_kept_map *kept = &s->maps[mk_cuda_place(t->address, t->dim[1] * 256 + t->box[1], MAP_BITS) & ~(size_t)1];
+    for (int i = 0; i < 2; i++)
+        if (kept[i].tensor.rank && same_tensor(&kept[i].tensor, t)) {
+            memcpy(map, kept[i].map, sizeof *map);
+            return MOK_OK;
+        }
+    MK_CUDA_TRY(mk_tensor_map_encode(map, t, s->api->cuTensorMapEncodeTiled), "encoding the tensor map of %s: %llu x %llu x %llu at %p", what,
+                (unsigned long long)t->dim[2], (unsigned long long)t->dim[1], (unsigned long long)t->dim[0], t->address);
+    kept[1] = kept[0];
+    memcpy(kept[0].map, map, sizeof *map);
+    kept[0].tensor = *t;
     return MOK_OK;
 }
 
@@ -96,20 +115,9 @@ mok_status mk_cuda_encode_gemm(mok_workspace *w, mk_gemm_id id, const mok_weight
     mk_cuda_gemm *g = &s->gemm[id];
     mk_tensor a = describe_rows(w, id, num_tokens), low, high;
     describe_weights(w, id, weights, (uint32_t)(g->narrow ? COLS_NARROW : COLS_WIDE) / 2, &low, &high);
-    if (g->a_address != a.address || g->a_rows != (int64_t)a.dim[1]) {
-        g->a_address = NULL;
-        MK_TRY(encode(s->api->cuTensorMapEncodeTiled, &g->a, &a, "the rows"));
-        g->a_address = a.address;
-        g->a_rows = (int64_t)a.dim[1];
-    }
-    if (g->b_address[0] == low.address && g->b_address[1] == high.address)
-        return MOK_OK;
-    g->b_address[0] = g->b_address[1] = NULL;
-    MK_TRY(encode(s->api->cuTensorMapEncodeTiled, &g->b_low, &low, names[id][0]));
-    MK_TRY(encode(s->api->cuTensorMapEncodeTiled, &g->b_high, &high, names[id][1]));
-    g->b_address[0] = low.address;
-    g->b_address[1] = high.address;
-    return MOK_OK;
+    MK_TRY(encode(s, &g->a, &a, "the rows"));
+    MK_TRY(encode(s, &g->b_low, &low, names[id][0]));
+    return encode(s, &g->b_high, &high, names[id][1]);
 }
 
 /* --- backward --------------------------------------------------------------------------------------------------------- */
@@ -132,32 +140,21 @@ static mk_tensor describe_backward_rows(const mok_workspace *w, mk_backward_map 
     return mk_tensor_operand(address, (uint64_t)(which <= MK_MAP_DOUT ? hidden : width), (uint64_t)(shared ? num_tokens : MK_RING_ROWS(&w->dims)), 1, BOX_BACKWARD);
 }
 
-static mok_status encode_kept(const mk_cuda_state *s, mk_cuda_map *kept, const mk_tensor *t, const char *what)
-{
-    if (kept->address == t->address && kept->rows == (int64_t)t->dim[1])
-        return MOK_OK;
-    kept->address = NULL;
-    MK_TRY(encode(s->api->cuTensorMapEncodeTiled, &kept->map, t, what));
-    kept->address = t->address;
-    kept->rows = (int64_t)t->dim[1];
-    return MOK_OK;
-}
-
 static mok_status encode_backward_half(mok_workspace *w, const mok_weights *weights, bool shared, int64_t num_tokens)
 {
     static const char *const names[] = {"x", "dout", "dgate", "dup", "w h", "gate", "up", "down"};
     mk_cuda_state *s = w->state;
-    mk_cuda_map *maps = s->backward + (shared ? MK_MAP_SHARED : 0);
+    mk_tensor_map *maps = s->backward + (shared ? MK_MAP_SHARED : 0);
     mk_tensor gate, up, down, other;
     for (int i = MK_MAP_X; i <= MK_MAP_H; i++) {
         mk_tensor rows = describe_backward_rows(w, (mk_backward_map)i, shared, num_tokens);
-        MK_TRY(encode_kept(s, &maps[i], &rows, names[i]));
+        MK_TRY(encode(s, &maps[i], &rows, names[i]));
     }
     describe_weights(w, shared ? MK_GEMM_SHARED_GATE_UP : MK_GEMM_GATE_UP, weights, BOX_BACKWARD, &gate, &up);
     describe_weights(w, shared ? MK_GEMM_SHARED_DOWN : MK_GEMM_DOWN, weights, BOX_BACKWARD, &down, &other);
-    MK_TRY(encode_kept(s, &maps[MK_MAP_WGATE], &gate, names[MK_MAP_WGATE]));
-    MK_TRY(encode_kept(s, &maps[MK_MAP_WUP], &up, names[MK_MAP_WUP]));
-    return encode_kept(s, &maps[MK_MAP_WDOWN], &down, names[MK_MAP_WDOWN]);
+    MK_TRY(encode(s, &maps[MK_MAP_WGATE], &gate, names[MK_MAP_WGATE]));
+    MK_TRY(encode(s, &maps[MK_MAP_WUP], &up, names[MK_MAP_WUP]));
+    return encode(s, &maps[MK_MAP_WDOWN], &down, names[MK_MAP_WDOWN]);
 }
 
 mok_status mk_cuda_encode_backward(mok_workspace *w, const mok_weights *weights, int64_t num_tokens)

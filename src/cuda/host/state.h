@@ -20,11 +20,9 @@
 /* The GEMMs of a forward. */
 typedef enum mk_gemm_id { MK_GEMM_GATE_UP, MK_GEMM_DOWN, MK_GEMM_SHARED_GATE_UP, MK_GEMM_SHARED_DOWN, MK_NUM_GEMMS } mk_gemm_id;
 
-/* One GEMM: its tile (chosen at open) and its maps as last encoded. */
+/* One GEMM: its tile (chosen at open) and its maps for the call that is being made. */
 typedef struct mk_cuda_gemm {
     mk_tensor_map a, b_low, b_high;
-    const void *a_address, *b_address[2]; /* what they were encoded for; NULL: not yet */
-    int64_t a_rows;
     mk_cuda_kernel kernel;
     bool narrow;
     int32_t num_cols, num_k_blocks, b_high_row;
@@ -38,12 +36,12 @@ typedef enum mk_backward_map {
     MK_NUM_BACKWARD_MAPS = 2 * MK_MAP_SHARED
 } mk_backward_map;
 
-/* A map as last encoded: address NULL: not yet. */
-typedef struct mk_cuda_map {
-    mk_tensor_map map;
-    const void *address;
-    int64_t rows;
-} mk_cuda_map;
+/* Encoded maps, by what they describe: two places for each hash, for those who came last. Enough for the layers of a large model. */
+enum { MK_CUDA_KEPT_MAPS = 4096 };
+typedef struct mk_cuda_kept_map {
+    mk_tensor tensor;                     /* rank 0: empty */
+    uint64_t map[16];                     /* an mk_tensor_map without its alignment */
+} mk_cuda_kept_map;
 
 typedef struct mk_cuda_times mk_cuda_times; /* times.c */
 
@@ -56,11 +54,13 @@ typedef struct mk_cuda_arrival {
     char sentence[MK_ERROR_BYTES];
 } mk_cuda_arrival;
 
-enum { MK_CUDA_SEEN_POINTERS = 40 };
+/* Pointers that were found to be good, kept in the same way, one place for each hash. */
+enum { MK_CUDA_SEEN_POINTERS = 4096 };
 
 typedef struct mk_cuda_state {
     mk_cuda_gemm gemm[MK_NUM_GEMMS];
-    mk_cuda_map backward[MK_NUM_BACKWARD_MAPS];
+    mk_tensor_map backward[MK_NUM_BACKWARD_MAPS];
+    mk_cuda_kept_map *maps;          /* [MK_CUDA_KEPT_MAPS] */
     mk_rank_params rank;
     mk_cuda_device *device;          /* the group's */
     const mk_cuda_driver *api;
@@ -79,7 +79,7 @@ typedef struct mk_cuda_state {
     mk_cu_event meeting[2];          /* by parity of the barrier */
     uint64_t meetings;
     mk_cuda_arrival *arrivals;       /* [P] */
-    const void *seen[MK_CUDA_SEEN_POINTERS]; /* pointers that were found to be good, by argument */
+    const void *seen[MK_CUDA_SEEN_POINTERS];
 } mk_cuda_state;
 
 /* maps.c */
@@ -113,6 +113,12 @@ mok_status mk_cuda_link_move(mok_workspace *w, const struct mok_link_args *args,
 /* fault.c: takes the record that is there, if any: MOK_OK or its status and sentence. Does not wait. idle: the device is, so that its own
  * copy may be read and cleared too. */
 mok_status mk_cuda_take_fault(mok_workspace *w, const mk_device_state *idle);
+
+/* A place among 2^bits for what is at an address. */
+static inline size_t mk_cuda_place(const void *address, uint64_t salt, int bits)
+{
+    return (size_t)((((uint64_t)(uintptr_t)address >> 4) + salt) * 0x9e3779b97f4a7c15u >> (64 - bits));
+}
 
 static inline mk_cu_pointer mk_cu_address(const void *p) { return (mk_cu_pointer)(uintptr_t)p; }
 

@@ -5,7 +5,7 @@
  *   kernel                  params            grid x block                   what it does
  *   mok_call_open           mk_open_params    1 x 128                        advances calls, clears tickets, writes the call head
  *   mok_publish             mk_publish_params any x 256                      inputs into this rank's heap
- *   mok_rank_barrier        mk_rank_params    1 x 128                        epoch barrier over GPUs (not for virtual ranks)
+ *   mok_rank_barrier        mk_rank_params    1 x 128                        epoch barrier over GPUs (not for virtual ranks, nor for a rank alone)
  *   mok_call_check          mk_open_params    1 x 128                        compares all heads; on trouble sets fault and skip;
  *                                                                            status != 0 (this rank refuses): skip, but no fault
  *   mok_s0_count            mk_s0_params      MK_SCHEDULE_CHUNKS/8 x 256     per chunk and expert: rows; finds bad ids
