@@ -534,8 +534,7 @@ struct BackwardMath {
                 store(&s.trace.task[load(&state.turn) % TRACE_TASKS].stamp[TRACE_EPILOGUE_ENDS], time_ns());
             tasks.at = load(&state.tasks);
             at = load(&state.stages);
-            turn = load(&state.turn);
-            sync_warp(); /* read by all before lane 0 writes it again */
+            turn = load(&state.turn); /* read by all before lane 0 writes it again: the next task's sync_warp */
         }
     }
 #endif

@@ -62,9 +62,9 @@ struct BackwardTasks {
         return how;
     }
 
-    MK_MEMBER void begin(const GemmTask &task, const Acc<TileBackward> &acc, const WarpOut &out) const
+    MK_MEMBER void begin(const GemmTask &task, Acc<TileBackward> &acc, const WarpOut &out) const
     {
-        Wgrad{p.rank, p.grads, p.rank.dims.intermediate}.preload_chunks(task, acc, out);
+        Wgrad{p.rank, p.grads, p.rank.dims.intermediate}.preload(task, acc, out);
     }
 
     MK_MEMBER void meanwhile(const GemmTask &task, const WarpOut &out) const

@@ -79,40 +79,50 @@ MK_DEVICE Pair load_pair(const bf16 *p)
 }
 MK_DEVICE void store_pair(bf16 *p, Pair v) { store(reinterpret_cast<uint32_t *>(p), pack_bf16(v.low, v.high)); }
 
-/* A matrix [outputs, inputs] in memory, seen by a lane through the layout of its accumulators. inputs is a multiple of 64. */
+/* A matrix [outputs, inputs] in memory, seen by a lane through the layout of its accumulators: registers i and i + 1 (i even) of block m are
+ * a pair of row l/4 + 8(i/2%2), columns 8(i/4) + 2(l%4) and the one after it. inputs is a multiple of 64. */
 template <class T> struct LaneMatrix {
     T *base;
     int64_t stride, outputs, inputs;
 
-    /* visit(p, m, i): eight pairs p[8j], p[8j + 1] belong to registers i + 4j, i + 4j + 1 of block m. */
-    template <class Tile, class Visit> MK_MEMBER void each_row(const GemmTask &task, const WarpOut &out, Visit visit) const
+    /* The pair of registers i and i + 1 of block m; outside the matrix: zeros. */
+    template <class Tile> MK_MEMBER Pair pair(const GemmTask &task, const WarpOut &out, uint32_t m, uint32_t i) const
     {
-        MK_UNROLL for (uint32_t m = 0; m < Acc<Tile>::blocks; m++)
-            MK_UNROLL for (uint32_t half = 0; half < 2; half++) {
-                int64_t row = (int64_t)task.out_row + out.row + m * Acc<Tile>::block_rows + lane_idx() / 4 + 8 * half;
-                pin_register(row); /* no addresses kept from one row to the next */
-                MK_UNROLL for (uint32_t c = 0; c < Tile::cols / 64; c++)
-                    if (row < outputs && task.col + 64 * (int64_t)c < inputs)
-                        visit(base + row * stride + task.col + 64 * (int64_t)c + 2 * (lane_idx() % 4), m, 32 * c + 2 * half);
-            }
+        const int64_t row = (int64_t)task.out_row + out.row + m * Acc<Tile>::block_rows + lane_idx() / 4 + 8 * (i / 2 % 2);
+        const int64_t col = (int64_t)task.col + 8 * (i / 4) + 2 * (lane_idx() % 4);
+        Pair v = {0.0f, 0.0f};
+        if (row < outputs && col < inputs)
+            v = load_pair(base + row * stride + col);
+        return v;
     }
 
-    /* The same where accumulators are read 64 columns at a time: visit(p, v): pairs p[8j], p[8j + 1] belong to v[4j], v[4j + 1]. */
-    template <class Tile, class Visit> MK_MEMBER void each_chunk(const GemmTask &task, const Acc<Tile> &acc, const WarpOut &out, Visit visit) const
+    /* visit(p, v) for every 64 columns of a row that are in the matrix: v[4j], v[4j + 1] belong to the pair p[8j], p[8j + 1], j < 8. */
+    template <class Tile, class Visit> MK_MEMBER void each(const GemmTask &task, const Acc<Tile> &acc, const WarpOut &out, Visit visit) const
     {
-        for (uint32_t m = 0; m < Acc<Tile>::blocks; m++)
-            for (uint32_t c = 0; c < Tile::cols / 64; c++) {
-                const int64_t first = (int64_t)task.out_row + out.row + m * Acc<Tile>::block_rows, col = task.col + 64 * (int64_t)c;
-                float v[32];
-                if (first >= outputs || col >= inputs)
-                    break;
-                acc.read(m, c, v);
-                MK_UNROLL for (uint32_t half = 0; half < 2; half++) {
-                    const int64_t row = first + lane_idx() / 4 + 8 * half;
-                    if (row < outputs)
-                        visit(base + row * stride + col + 2 * (lane_idx() % 4), &v[2 * half]);
+        if constexpr (Tile::tensor_memory) {
+            for (uint32_t m = 0; m < Acc<Tile>::blocks; m++)
+                for (uint32_t c = 0; c < Tile::cols / 64; c++) {
+                    const int64_t first = (int64_t)task.out_row + out.row + m * Acc<Tile>::block_rows, col = task.col + 64 * (int64_t)c;
+                    float v[32];
+                    if (first >= outputs || col >= inputs)
+                        break;
+                    acc.read(m, c, v);
+                    MK_UNROLL for (uint32_t half = 0; half < 2; half++) {
+                        const int64_t row = first + lane_idx() / 4 + 8 * half;
+                        if (row < outputs)
+                            visit(base + row * stride + col + 2 * (lane_idx() % 4), &v[2 * half]);
+                    }
                 }
-            }
+        } else {
+            MK_UNROLL for (uint32_t m = 0; m < Acc<Tile>::blocks; m++)
+                MK_UNROLL for (uint32_t half = 0; half < 2; half++) {
+                    int64_t row = (int64_t)task.out_row + out.row + m * Acc<Tile>::block_rows + lane_idx() / 4 + 8 * half;
+                    pin_register(row); /* no addresses kept from one row to the next */
+                    MK_UNROLL for (uint32_t c = 0; c < Tile::cols / 64; c++)
+                        if (row < outputs && task.col + 64 * (int64_t)c < inputs)
+                            visit(base + row * stride + task.col + 64 * (int64_t)c + 2 * (lane_idx() % 4), &acc.r[m][32 * c + 2 * half]);
+                }
+        }
     }
 };
 
@@ -134,39 +144,28 @@ struct Wgrad {
     template <class Tile> MK_MEMBER void preload(const GemmTask &task, Acc<Tile> &acc, const WarpOut &out) const
     {
         const LaneMatrix<float> from = partial(task);
-        MK_UNROLL for (uint32_t m = 0; m < Acc<Tile>::blocks; m++)
-            MK_UNROLL for (uint32_t i = 0; i < Tile::cols / 2; i += 2) {
-                const int64_t row = (int64_t)task.out_row + out.row + m * 64 + lane_idx() / 4 + 8 * (i / 2 % 2);
-                const int64_t col = (int64_t)task.col + 8 * (i / 4) + 2 * (lane_idx() % 4);
-                Pair v = {0.0f, 0.0f};
-                if (row < from.outputs && col < from.inputs)
-                    v = load_pair(from.base + row * from.stride + col);
-                acc.r[m][i] = v.low;
-                acc.r[m][i + 1] = v.high;
-            }
-        MK_UNROLL for (uint32_t m = 0; m < Acc<Tile>::blocks; m++)
-            MK_UNROLL for (uint32_t i = 0; i < Tile::cols / 2; i++)
-                pin_register(acc.r[m][i]);
-    }
-
-    /* The same into tensor memory, a chunk at a time. */
-    template <class Tile> MK_MEMBER void preload_chunks(const GemmTask &task, const Acc<Tile> &acc, const WarpOut &out) const
-    {
-        const LaneMatrix<float> from = partial(task);
-        for (uint32_t m = 0; m < Acc<Tile>::blocks; m++)
-            for (uint32_t c = 0; c < Tile::cols / 64; c++) {
-                float v[32];
-                MK_UNROLL for (uint32_t i = 0; i < 32; i += 2) {
-                    const int64_t row = (int64_t)task.out_row + out.row + m * Acc<Tile>::block_rows + lane_idx() / 4 + 8 * (i / 2 % 2);
-                    const int64_t col = (int64_t)task.col + 64 * c + 8 * (i / 4) + 2 * (lane_idx() % 4);
-                    Pair pair = {0.0f, 0.0f};
-                    if (row < from.outputs && col < from.inputs)
-                        pair = load_pair(from.base + row * from.stride + col);
-                    v[i] = pair.low;
-                    v[i + 1] = pair.high;
+        if constexpr (Tile::tensor_memory) {
+            for (uint32_t m = 0; m < Acc<Tile>::blocks; m++)
+                for (uint32_t c = 0; c < Tile::cols / 64; c++) {
+                    float v[32];
+                    MK_UNROLL for (uint32_t i = 0; i < 32; i += 2) {
+                        const Pair pair = from.pair<Tile>(task, out, m, 32 * c + i);
+                        v[i] = pair.low;
+                        v[i + 1] = pair.high;
+                    }
+                    acc.write(m, c, v);
                 }
-                acc.write(m, c, v);
-            }
+        } else {
+            MK_UNROLL for (uint32_t m = 0; m < Acc<Tile>::blocks; m++)
+                MK_UNROLL for (uint32_t i = 0; i < Tile::cols / 2; i += 2) {
+                    const Pair pair = from.pair<Tile>(task, out, m, i);
+                    acc.r[m][i] = pair.low;
+                    acc.r[m][i + 1] = pair.high;
+                }
+            MK_UNROLL for (uint32_t m = 0; m < Acc<Tile>::blocks; m++)
+                MK_UNROLL for (uint32_t i = 0; i < Tile::cols / 2; i++)
+                    pin_register(acc.r[m][i]);
+        }
     }
 
     template <class Tile> MK_MEMBER void operator()(const GemmTask &task, const Acc<Tile> &acc, const WarpOut &out) const
@@ -192,37 +191,22 @@ struct Wgrad {
 private:
     template <class Tile> MK_MEMBER void write(const GemmTask &task, const Acc<Tile> &acc, const WarpOut &out, const LaneMatrix<float> &to) const
     {
-        if constexpr (Tile::tensor_memory)
-            to.template each_chunk<Tile>(task, acc, out, [&](float *p, const float *v) {
-                MK_UNROLL for (uint32_t j = 0; j < 8; j++)
-                    store_pair(p + 8 * j, {v[4 * j], v[4 * j + 1]});
-            });
-        else
-            to.template each_row<Tile>(task, out, [&](float *p, uint32_t m, uint32_t i) {
-                MK_UNROLL for (uint32_t j = 0; j < 8; j++)
-                    store_pair(p + 8 * j, {acc.r[m][i + 4 * j], acc.r[m][i + 4 * j + 1]});
-            });
+        to.each(task, acc, out, [](float *p, const float *v) {
+            MK_UNROLL for (uint32_t j = 0; j < 8; j++)
+                store_pair(p + 8 * j, {v[4 * j], v[4 * j + 1]});
+        });
     }
 
     /* The whole sum, plus what is there, rounded once. */
     template <class T, class Tile> MK_MEMBER void add(const GemmTask &task, const Acc<Tile> &acc, const WarpOut &out, const LaneMatrix<T> &to) const
     {
-        if constexpr (Tile::tensor_memory)
-            to.template each_chunk<Tile>(task, acc, out, [&](T *p, const float *v) {
-                Pair old[8];
-                MK_UNROLL for (uint32_t j = 0; j < 8; j++)
-                    old[j] = load_pair(p + 8 * j);
-                MK_UNROLL for (uint32_t j = 0; j < 8; j++)
-                    store_pair(p + 8 * j, {old[j].low + v[4 * j], old[j].high + v[4 * j + 1]});
-            });
-        else
-            to.template each_row<Tile>(task, out, [&](T *p, uint32_t m, uint32_t i) {
-                Pair old[8];
-                MK_UNROLL for (uint32_t j = 0; j < 8; j++)
-                    old[j] = load_pair(p + 8 * j);
-                MK_UNROLL for (uint32_t j = 0; j < 8; j++)
-                    store_pair(p + 8 * j, {old[j].low + acc.r[m][i + 4 * j], old[j].high + acc.r[m][i + 4 * j + 1]});
-            });
+        to.each(task, acc, out, [](T *p, const float *v) {
+            Pair old[8];
+            MK_UNROLL for (uint32_t j = 0; j < 8; j++)
+                old[j] = load_pair(p + 8 * j);
+            MK_UNROLL for (uint32_t j = 0; j < 8; j++)
+                store_pair(p + 8 * j, {old[j].low + v[4 * j], old[j].high + v[4 * j + 1]});
+        });
     }
 
     struct GradRows {
