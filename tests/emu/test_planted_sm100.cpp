@@ -336,8 +336,8 @@ TEST(a_cta_leaves_under_its_partners_mmas)
 
 /* ---- Cluster Launch Control ---- */
 
-/* One cluster asks until it has been refused; then `afterwards`. */
-static void expect_launch_report(const char *message, const std::function<void(uint32_t, uint32_t)> &afterwards)
+/* `body` by one thread of each of six blocks, with an mbarrier behind the place for an answer. */
+static void expect_launch_report(const char *message, const std::function<void(uint32_t answer, uint32_t bar)> &body)
 {
     for (uint64_t i = 0; i < 4; i++) {
         emu::Machine machine(test_seed() + i);
@@ -349,45 +349,42 @@ static void expect_launch_report(const char *message, const std::function<void(u
             const uint32_t answer = smem_addr(shared_base()), bar = answer + 16;
             mbar_init(bar, 1);
             fence_mbar_init_release_cluster();
-            for (uint32_t round = 0;; round++) {
-                mbar_arrive_expect_tx_release_cta(bar, 16);
-                launch_try_cancel_multicast(answer, bar);
-                wait_mbar(bar, round & 1, "answer");
-                if (!launch_was_cancelled(load_shared_b128(answer)))
-                    break;
-            }
-            afterwards(answer, bar);
+            body(answer, bar);
         });
         const emu::Result result = machine.run();
         CHECK(!result.ok);
         CHECK_STR(result.message.c_str(), message);
     }
 }
+
+static void ask_until_refused(uint32_t answer, uint32_t bar)
+{
+    for (uint32_t round = 0;; round++) {
+        mbar_arrive_expect_tx_release_cta(bar, 16);
+        launch_try_cancel_multicast(answer, bar);
+        wait_mbar(bar, round & 1, "answer");
+        if (!launch_was_cancelled(load_shared_b128(answer)))
+            return;
+    }
+}
+
 TEST(asking_again_after_a_refusal)
 {
-    expect_launch_report("after a refusal has been seen", [](uint32_t answer, uint32_t bar) { launch_try_cancel_multicast(answer, bar); });
+    expect_launch_report("after a refusal has been seen", [](uint32_t answer, uint32_t bar) {
+        ask_until_refused(answer, bar);
+        launch_try_cancel_multicast(answer, bar);
+    });
 }
 TEST(the_block_of_a_refusal)
 {
-    expect_launch_report("of a refusal", [](uint32_t answer, uint32_t) { (void)launch_cancelled_block(load_shared_b128(answer)); });
+    expect_launch_report("of a refusal", [](uint32_t answer, uint32_t bar) {
+        ask_until_refused(answer, bar);
+        (void)launch_cancelled_block(load_shared_b128(answer));
+    });
 }
 TEST(an_answer_that_nobody_waits_for)
 {
-    for (uint64_t i = 0; i < 4; i++) {
-        emu::Machine machine(test_seed() + i);
-        emu::Launch l;
-        l.blocks = 6;
-        l.threads = 1;
-        l.shared_bytes = 64;
-        machine.add_device(1).launch(l, [&] {
-            const uint32_t answer = smem_addr(shared_base()), bar = answer + 16;
-            mbar_init(bar, 1);
-            fence_mbar_init_release_cluster();
-            launch_try_cancel_multicast(answer, bar);
-        });
-        const emu::Result result = machine.run();
-        CHECK_STR(result.message.c_str(), "copy into its shared memory");
-    }
+    expect_launch_report("copy into its shared memory", [](uint32_t answer, uint32_t bar) { launch_try_cancel_multicast(answer, bar); });
 }
 
 int main(int argc, char **argv) { return test_main(argc, argv); }

@@ -34,6 +34,25 @@ static void free_layer(layer *l)
     layer_free(&l->p);
 }
 
+/* A rank's schedule call of a layer; free its schedule. */
+static mok_schedule_args schedule_call(const ranks_env *e, const layer *l, uint64_t number)
+{
+    mok_schedule_args s = ranks_schedule_args(&l->p, ranks_part_of(e, TOKENS, NULL), ranks_schedule_block(e));
+    s.layer = number;
+    return s;
+}
+
+/* All ranks end well. */
+static process_board *run_all(int32_t ranks, void (*body)(process_env *), layer *l)
+{
+    int statuses[PROCESSES_MAX];
+    process_board *board = processes_start(ranks, body, l);
+    processes_join(board, ranks, statuses);
+    for (int32_t r = 0; r < ranks; r++)
+        CHECK_EQ(statuses[r], 0);
+    return board;
+}
+
 /* --- a whole layer --------------------------------------------------------------------------------------------------------- */
 static void run_layer(process_env *pe, layer *l)
 {
@@ -81,12 +100,9 @@ static void check_against_threads(const char *what, layer *l)
 
 TEST(processes_have_the_bits_of_threads)
 {
-    int statuses[PROCESSES_MAX];
     for (int32_t ranks = 1; ranks <= 4; ranks++) {
         layer l = make_layer(ranks);
-        processes_join(processes_start(ranks, sound_body, &l), ranks, statuses);
-        for (int32_t r = 0; r < ranks; r++)
-            CHECK_EQ(statuses[r], 0);
+        run_all(ranks, sound_body, &l);
         check_against_threads("processes against threads", &l);
         free_layer(&l);
     }
@@ -100,13 +116,10 @@ static void victim_body(process_env *pe)
     int32_t me = e->rank, others = e->ranks - 1, place = me > l->victim ? me - 1 : me;
     RANKS_OK(process_group(pe, 0, me, e->ranks));
     if (!l->in_creation) {
-        void *schedule;
         RANKS_OK(process_workspace(pe, &l->cfg));
-        schedule = ranks_schedule_block(e);
-        mok_schedule_args s = ranks_schedule_args(&l->p, ranks_part_of(e, TOKENS, NULL), schedule);
-        s.layer = 7;
+        mok_schedule_args s = schedule_call(e, l, 7);
         RANKS_OK(mok_schedule(e->w, &s, NULL));
-        free(schedule);
+        free(s.schedule);
     }
     if (me == l->victim) {
         kill(getpid(), l->kill_signal);
@@ -116,11 +129,9 @@ static void victim_body(process_env *pe)
     if (l->in_creation) {
         RANKS_FAIL(process_workspace(pe, &l->cfg), MOK_E_TIMEOUT, "not there: 1");
     } else {
-        void *schedule = ranks_schedule_block(e);
-        mok_schedule_args s = ranks_schedule_args(&l->p, ranks_part_of(e, TOKENS, NULL), schedule);
-        s.layer = 8;
+        mok_schedule_args s = schedule_call(e, l, 8);
         RANKS_FAIL(mok_schedule(e->w, &s, NULL), MOK_E_TIMEOUT, "for rank 1 in schedule (layer 8, call 2): its epoch is 1, expected 2");
-        free(schedule);
+        free(s.schedule);
     }
     pe->board->report[me].seconds = processes_now() - start;
     snprintf(pe->board->report[me].sentence, 512, "%s", mok_last_error());
@@ -166,14 +177,19 @@ TEST(F1_a_stopped_rank_is_named_and_the_others_go_on) { with_victim(SIGSTOP, fal
 TEST(F2_a_rank_killed_before_creation_is_named) { with_victim(SIGKILL, true, 1.5); }
 TEST(F1_a_rank_stopped_before_creation_is_named) { with_victim(SIGSTOP, true, 1e-3 * TIMEOUT_MS + 5); }
 
+/* A rank joins all others, in a group and a workspace of it. */
+static void join_all(process_env *pe, const mok_config *cfg)
+{
+    ranks_env *e = &pe->env;
+    RANKS_OK(process_group(pe, 0, e->rank, e->ranks));
+    RANKS_OK(process_workspace(pe, cfg));
+}
+
 /* --- disagreement ------------------------------------------------------------------------------------------------------------ */
 static void same_sentence(int32_t ranks, void (*body)(process_env *), layer *l, const char *words)
 {
-    int statuses[PROCESSES_MAX];
-    process_board *board = processes_start(ranks, body, l);
-    processes_join(board, ranks, statuses);
+    process_board *board = run_all(ranks, body, l);
     for (int32_t r = 0; r < ranks; r++) {
-        CHECK_EQ(statuses[r], 0);
         CHECK_STR(board->report[r].sentence, words);
         if (strcmp(board->report[r].sentence, board->report[0].sentence))
             TEST_FAILED("rank %d says \"%s\", rank 0 \"%s\"", r, board->report[r].sentence, board->report[0].sentence);
@@ -229,15 +245,12 @@ static void layer_number_body(process_env *pe)
 {
     layer *l = pe->user;
     ranks_env *e = &pe->env;
-    RANKS_OK(process_group(pe, 0, e->rank, e->ranks));
-    RANKS_OK(process_workspace(pe, &l->cfg));
-    void *schedule = ranks_schedule_block(e);
-    mok_schedule_args s = ranks_schedule_args(&l->p, ranks_part_of(e, TOKENS, NULL), schedule);
-    s.layer = e->rank == 1 ? 4 : 3;
+    join_all(pe, &l->cfg);
+    mok_schedule_args s = schedule_call(e, l, e->rank == 1 ? 4 : 3);
     report(pe, mok_schedule(e->w, &s, NULL), MOK_E_MISMATCH);
     s.layer = 5;
     RANKS_OK(mok_schedule(e->w, &s, NULL)); /* the next call works */
-    free(schedule);
+    free(s.schedule);
     process_leave(pe);
 }
 
@@ -253,11 +266,8 @@ static void refusing_body(process_env *pe)
 {
     layer *l = pe->user;
     ranks_env *e = &pe->env;
-    RANKS_OK(process_group(pe, 0, e->rank, e->ranks));
-    RANKS_OK(process_workspace(pe, &l->cfg));
-    void *schedule = ranks_schedule_block(e);
-    mok_schedule_args s = ranks_schedule_args(&l->p, ranks_part_of(e, TOKENS, NULL), schedule);
-    s.layer = 3;
+    join_all(pe, &l->cfg);
+    mok_schedule_args s = schedule_call(e, l, 3);
     RANKS_FAIL(mok_refuse(e->w, 5, 3, "", NULL), MOK_E_ARG, "call is 5");
     RANKS_FAIL(mok_refuse(e->w, MOK_CALL_FORWARD, 3, NULL, NULL), MOK_E_ARG, "sentence is NULL");
     if (e->rank == 1)
@@ -265,17 +275,14 @@ static void refusing_body(process_env *pe)
     else
         RANKS_FAIL(mok_schedule(e->w, &s, NULL), MOK_E_PEER, "rank 1 refused its schedule call of layer 3: the router gave no ids");
     RANKS_OK(mok_schedule(e->w, &s, NULL));
-    free(schedule);
+    free(s.schedule);
     process_leave(pe);
 }
 
 TEST(a_callers_own_refusal_reaches_the_other_ranks)
 {
     layer l = make_layer(P);
-    int statuses[PROCESSES_MAX];
-    processes_join(processes_start(P, refusing_body, &l), P, statuses);
-    for (int32_t r = 0; r < P; r++)
-        CHECK_EQ(statuses[r], 0);
+    run_all(P, refusing_body, &l);
     free_layer(&l);
 }
 
@@ -292,8 +299,7 @@ static void interleaved_body(process_env *pe)
         RANKS_OK(process_workspace(pe, &cfg));
         both[i] = e->w;
     }
-    void *schedule = ranks_schedule_block(e);
-    mok_schedule_args s = ranks_schedule_args(&l->p, ranks_part_of(e, TOKENS, NULL), schedule);
+    mok_schedule_args s = schedule_call(e, l, 0);
     for (int i = 0; i < 2; i++) { /* in the same order, they work */
         RANKS_OK(mok_schedule(both[i], &s, NULL));
         RANKS_OK(mok_schedule(both[i], &s, NULL));
@@ -303,7 +309,7 @@ static void interleaved_body(process_env *pe)
     report(pe, mok_schedule(both[e->rank], &s, NULL), MOK_E_MISMATCH);
     CHECK_LE(processes_now() - start, 10);
     RANKS_FAIL(mok_schedule(both[1 - e->rank], &s, NULL), MOK_E_STATE, "broken");
-    free(schedule);
+    free(s.schedule);
     mok_workspace_destroy(both[1]);
     mok_workspace_destroy(both[0]);
     e->w = NULL;
@@ -333,27 +339,20 @@ static void late_body(process_env *pe)
     mok_config cfg = l->cfg;
     cfg.timeout_ms = 30000;
     mok_set_log(keep_line, NULL);
-    RANKS_OK(process_group(pe, 0, e->rank, e->ranks));
-    RANKS_OK(process_workspace(pe, &cfg));
-    void *schedule = ranks_schedule_block(e);
-    mok_schedule_args s = ranks_schedule_args(&l->p, ranks_part_of(e, TOKENS, NULL), schedule);
-    s.layer = 9;
+    join_all(pe, &cfg);
+    mok_schedule_args s = schedule_call(e, l, 9);
     if (e->rank == 1)
         usleep(1600 * 1000);
     RANKS_OK(mok_schedule(e->w, &s, NULL));
     snprintf(pe->board->report[e->rank].sentence, 512, "%s", log_text);
-    free(schedule);
+    free(s.schedule);
     process_leave(pe);
 }
 
 TEST(C8_a_late_rank_is_logged_as_late_and_waited_for)
 {
     layer l = make_layer(2);
-    int statuses[PROCESSES_MAX];
-    process_board *board = processes_start(2, late_body, &l);
-    processes_join(board, 2, statuses);
-    CHECK_EQ(statuses[0], 0);
-    CHECK_EQ(statuses[1], 0);
+    process_board *board = run_all(2, late_body, &l);
     CHECK_STR(board->report[0].sentence, "rank 1 is late: rank 0 has waited 1.");
     CHECK_STR(board->report[0].sentence, "for it in schedule (layer 9, call 1)");
     CHECK_STR(board->report[0].sentence, "rank 1 has come to schedule (layer 9, call 1) after 1.");
