@@ -5,7 +5,7 @@ about; 77 if there is nothing to look at it with.
 
   tools/kernel_report.py                    of build/, as a table
   tools/kernel_report.py --build DIR --json
-  tools/kernel_report.py --image FILE       of a fat binary, or of a cubin
+  tools/kernel_report.py --image FILE       of a fat binary, or of a cubin; --part: which need not have all of the library's kernels
   tools/kernel_report.py --fetch            installs cuobjdump and nvdisasm (PyPI: nvidia-cuda-cuobjdump, nvidia-cuda-nvdisasm) into
                                             build-pip/ if they are not there
 """
@@ -29,9 +29,12 @@ COUNTED = [("wgmma", r"HGMMA"), ("tcgen05", r"UTC[HQ]MMA"), ("scales", r"UTCCP")
 
 # What kernels are about: chip, kernel, instructions that must be there.
 GEMM = r"gate_up|down|wgrad|_fused"
+SCALED = r"scaled_"
 REQUIRED = [
     ("sm_90", GEMM, [r"HGMMA\.64x(128|256)x16\.F32\.BF16", r"UTMALDG"]),
-    ("sm_10", GEMM, [r"UTCHMMA\.2CTA", r"UTCBAR\.2CTA\.MULTICAST", r"LDTM\.16dp256bit", r"UTMALDG\.[23]D\.2CTA", r"UTCATOMSWS\.2CTA"]),
+    ("sm_10", rf"^(?!{SCALED}).*({GEMM})", [r"UTCHMMA\.2CTA"]),
+    ("sm_10", SCALED, [r"UTCQMMA\.2CTA", r"UTCCP\.T\.S\.2CTA"]),
+    ("sm_10", GEMM, [r"UTCBAR\.2CTA\.MULTICAST", r"LDTM\.16dp256bit", r"UTMALDG\.[23]D\.2CTA", r"UTCATOMSWS\.2CTA"]),
     ("sm_", r"s1_dispatch|_fused", [r"UBLKCP"]),
     ("sm_10", r"forward_fused", [r"UGETNEXTWORKID"]),
 ]
@@ -86,9 +89,10 @@ def resources(cuobjdump, cubin):
 
 
 def instructions(nvdisasm, cubin):
-    """{kernel: [instruction with its operands]}"""
+    """The chip, and {kernel: [instruction with its operands]}"""
     found, name = {}, None
-    for line in output(nvdisasm, "-c", cubin).splitlines():
+    text = output(nvdisasm, "-c", cubin)
+    for line in text.splitlines():
         section = re.match(r"\.section\s+\.text\.(\S+?),|\s*\.text\.(\S+):", line)
         if section:
             name = section.group(1) or section.group(2)
@@ -97,7 +101,7 @@ def instructions(nvdisasm, cubin):
         code = re.match(r"\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?(.*?)\s*;", line)
         if code and name:
             found[name].append(code.group(1))
-    return found
+    return re.search(r"\.target\s+(sm_\d+\w?)", text).group(1), found
 
 
 def tensor_columns(code):
@@ -129,7 +133,7 @@ def look_at(chip, name, use, code, shared):
     return row
 
 
-def report(image, cuobjdump, nvdisasm):
+def report(image, cuobjdump, nvdisasm, part):
     shared, rows = launch_shapes(), []
     with tempfile.TemporaryDirectory() as folder:
         if image.endswith(".cubin"):
@@ -138,12 +142,10 @@ def report(image, cuobjdump, nvdisasm):
             output(cuobjdump, "-xelf", "all", os.path.abspath(image), cwd=folder)
             cubins = sorted(glob.glob(os.path.join(folder, "*.cubin")))
         for cubin in cubins:
-            # Disassembly names the chip, whatever the file is called.
-            chip = re.search(r"sm_\d+\w?", output(cuobjdump, "-res-usage", cubin) + os.path.basename(cubin)).group(0)
-            code = instructions(nvdisasm, cubin)
+            chip, code = instructions(nvdisasm, cubin)
             for name, use in sorted(resources(cuobjdump, cubin).items()):
                 rows.append(look_at(chip, name, use, code.get(name, []), shared))
-            for name in sorted(set(shared) - set(code)):
+            for name in [] if part else sorted(set(shared) - set(code)):
                 rows.append({"kernel": name, "chip": chip, "wrong": ["missing from the image"]})
     return rows
 
@@ -161,6 +163,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--build", default=os.path.join(ROOT, "build"))
     parser.add_argument("--image")
+    parser.add_argument("--part", action="store_true")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--fetch", action="store_true")
     arguments = parser.parse_args()
@@ -174,7 +177,7 @@ def main():
     if not cuobjdump or not nvdisasm:
         print("SKIP kernel_report: no cuobjdump and nvdisasm; --fetch gets them")
         return 77
-    rows = report(image, cuobjdump, nvdisasm)
+    rows = report(image, cuobjdump, nvdisasm, arguments.part)
     if arguments.json:
         print(json.dumps(rows, indent=1))
     else:

@@ -15,17 +15,17 @@ The last line counts: "N passed, N failed, N skipped" (killed or explained, unex
 import argparse, concurrent.futures, os, random, re, shutil, subprocess, sys, time
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-TESTS = ["gemm", "schedule", "dispatch", "mx", "forward", "forward_sm100", "backward", "backward_sm100"]  # tests/emu/test_<name>.cpp; --tests
+TESTS = ["gemm", "gemm_scaled_sm100", "schedule", "dispatch", "mx", "forward", "forward_sm100", "backward", "backward_sm100"]  # tests/emu/test_<name>.cpp; --tests
 
 # Which of them run a file, the quickest to notice first; what is not listed: schedule and forward.
-RUN_BY = {"gemm/pair": ["gemm", "forward_sm100", "backward_sm100"], "stage/yield": ["forward_sm100"], "gemm/gemm": ["gemm", "forward", "forward_sm100"], "gemm/": ["gemm", "forward"],
+RUN_BY = {"gemm/pair": ["gemm", "gemm_scaled_sm100", "forward_sm100", "backward_sm100"], "stage/yield": ["forward_sm100"], "gemm/gemm": ["gemm", "forward", "forward_sm100"], "gemm/": ["gemm", "forward"],
           "stage/forward": ["forward", "forward_sm100"], "stage/s1_": ["dispatch", "forward"], "stage/s5_": ["forward"], "kernel/forward": ["forward", "forward_sm100"], "stage/backward": ["backward", "backward_sm100"], "stage/s2_gate_up_bwd": ["backward"], "stage/s4_down_bwd": ["backward"],
           "stage/s5_combine_bwd": ["backward"], "stage/wgrad": ["backward", "backward_sm100"], "kernel/backward": ["backward", "backward_sm100"], "stage/mx": ["mx"], "kernel/mx": ["mx"], "kernel/link": [],  # measures, and checks itself
           "arch/": ["gemm"], "layout/": ["forward"]}
 
 # Calls that are left out, where they stand as a statement of their own.
 CALLS = re.compile(r"\b(?:wait_(?:mbar|flag|counter)\w*|mbar_arrive\w*|fence_\w+|barrier_\w+|bulk_commit|bulk_wait(?:_read)?<\d+>|wgmma_fence|wgmma_commit"
-                   r"|wgmma_wait<\d+>|tcgen05_(?:commit|fence)\w+|tmem_wait_store|sync_warp|release_stage|flag_(?:store|add)_release\w*|\w+\.(?:release|wait_all|wait_all_but_last|wait_operands))\(")
+                   r"|wgmma_wait<\d+>|tcgen05_(?:commit|fence)\w+|tmem_wait_store|sync_warp|release_stage|give_up_columns|flag_(?:store|add)_release\w*|\w+\.(?:release|wait_all|wait_all_but_last|wait_operands))\(")
 NO_CALLS = ("arch/", "host/", "layout/")  # bodies of the instructions; host code; plain C
 FUNCTION = re.compile(r"^.*\bMK_(?:DEVICE|MEMBER|KERNEL|ENTRY)\b.*?\b(\w+|operator\(\))\((?!\w+\) MK_)", re.M)  # the head of one
 
@@ -61,9 +61,18 @@ WRONG = [
     ("gemm/pair.cuh", "leading_full = cluster_addr(full, ", "0", ["1"]),
     ("gemm/pair.cuh", "in.a, x, ", "task.row", ["0"]),
     ("gemm/pair.cuh", "in.b_high, x, ", "task.col + in.b_high_row", ["task.col"]),
-    ("gemm/pair.cuh", "(full, ", "2 * kPairStageBytes", ["kPairStageBytes", "2 * kPairStageBytes - 16"]),
+    ("gemm/pair.cuh", "kStageScaleBytes) : ", "2 * kPairStageBytes", ["kPairStageBytes", "2 * kPairStageBytes - 16"]),
+    ("gemm/pair.cuh", "(full, scaled ? ", "2 * (kPairStageBytes + kStageScaleBytes)", ["2 * kPairStageBytes", "2 * kPairStageBytes + kStageScaleBytes"]),
+    ("gemm/pair.cuh", "in.a_scales, x, ", "task.row / MK_SCALE_ATOM_ROWS", ["0"]),
+    ("gemm/pair.cuh", "in.b_low_scales, x, ", "task.col / MK_SCALE_ATOM_ROWS", ["0"]),
+    ("gemm/pair.cuh", "in.b_high_scales, x, ", "(task.col + in.b_high_row) / MK_SCALE_ATOM_ROWS", ["task.col / MK_SCALE_ATOM_ROWS"]),
+    ("gemm/pair.cuh", "MK_MMA_E4M3, MK_MMA_E4M3, ", "step", ["0"]),
+    ("gemm/pair.cuh", "tcgen05_copy_scales_pair(scales + ", "i * MK_SCALE_ATOM_COLUMNS", ["0"]),
+    ("gemm/pair.cuh", "from = All::address + ", "(second ? 0 : kSumsApart<Tile>)", ["0", "kSumsApart<Tile>"]),
+    ("gemm/pair.cuh", "acc.second = ", "warpgroup == 1", ["false", "true"]),
+    ("gemm/pair.cuh", "Tile::cluster * ", "(Tile::scaled ? 2 : 1)", ["1"]),
     ("gemm/pair.cuh", "s.sums_ready[i]), ", "kWarpsPerTile<Tile> * Tile::cluster", ["kWarpsPerTile<Tile>", "kWarpsPerTile<Tile> * Tile::cluster + 1"]),
-    ("gemm/pair.cuh", "tensor_memory + ", "turn.slot * Tile::cols", ["0"]),
+    ("gemm/pair.cuh", "tensor_memory + ", "turn.slot * kSumsApart<Tile>", ["0", "turn.slot * Tile::cols"]),
     ("gemm/pair.cuh", "how, ", "k > 0 || how.continues", ["true", "k > 0"]),
     ("gemm/pair.cuh", "s.empty[at.slot]), ", "kBothCtas", ["1"]),
     ("gemm/pair.cuh", "s.sums_full[turn.slot]), ", "kBothCtas", ["1"]),

@@ -7,6 +7,8 @@
 namespace emu {
 void tmem_allocate(uint32_t to, uint32_t columns);
 void tmem_release(uint32_t address, uint32_t columns);
+void tmem_load(uint32_t address, uint32_t columns, float *to);
+void tmem_wait_loads();
 }
 
 namespace mk {
@@ -14,9 +16,11 @@ namespace mk {
 template <int Columns> void tmem_allocate_pair(uint32_t to) { emu::tmem_allocate(to, Columns); }
 template <int Columns> void tmem_release_pair(uint32_t address) { emu::tmem_release(address, Columns); }
 void tmem_relinquish_pair();
-void tmem_load_16x64(uint32_t address, float (&r)[32]);
+inline void tmem_load_16x64(uint32_t address, float (&r)[32]) { emu::tmem_load(address, 64, r); }
+template <int First, int N> void tmem_load_16x32(uint32_t address, float (&r)[N]) { emu::tmem_load(address, 32, r + First); }
+template <int First, int N> void tmem_load_16x16(uint32_t address, float (&r)[N]) { emu::tmem_load(address, 16, r + First); }
 void tmem_store_16x64(uint32_t address, const float (&r)[32]);
-void tmem_wait_load(float (&r)[32]);
+template <int N> void tmem_wait_load(float (&)[N]) { emu::tmem_wait_loads(); }
 void tmem_wait_store();
 
 void tcgen05_fence_before_sync();

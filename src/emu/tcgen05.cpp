@@ -314,13 +314,35 @@ struct TensorMma : TensorOp {
     bool a_e5m2 = false, b_e5m2 = false, accumulate, scaled = false;
     uint32_t a_scales = 0, b_scales = 0, a_byte = 0, b_byte = 0;  /* first columns, byte of their cells */
 
-    static float scale(Cta &cta, uint32_t first_column, uint32_t row, uint32_t byte)
+    /* The copy of a row's scale that lies in a quarter of the lanes. */
+    static float scale(Cta &cta, uint32_t quarter, uint32_t first_column, uint32_t row, uint32_t byte)
     {
         const uint32_t at = mk_scale_cell(row);
         uint32_t cell;
-        memcpy(&cell, &memory_of(cta).at(at >> 16, first_column + (at & 0xffff)), 4);
+        memcpy(&cell, &memory_of(cta).at(32 * quarter + (at >> 16), first_column + (at & 0xffff)), 4);
         const uint32_t e8m0 = cell >> (8 * byte) & 0xff;
         return e8m0 == 0xff ? NAN : ldexpf(1.0f, (int)e8m0 - 127);
+    }
+
+    /* to[k][row] = from[k][first + row], times the scale of the row. */
+    void take_scaled(Cta &cta, uint32_t quarter, uint32_t scales, uint32_t byte, const float *from, uint32_t pitch, uint32_t first, uint32_t rows, float *to)
+    {
+        for (uint32_t row = 0; row < rows; row++) {
+            const float by = scale(cta, quarter, scales, first + row, byte);
+            for (uint32_t k = 0; k < a.depth(); k++)
+                to[k * rows + row] = from[k * pitch + first + row] * by;
+        }
+    }
+
+    /* Each quarter of the rows sits in 32 lanes, and is multiplied there: with the scales in those lanes, of its rows of A and of all rows of B. */
+    void multiply_quarters(Cta &cta, float *d, const float *x, const float *y)
+    {
+        static float own_x[32 * 32], own_y[32 * 256];
+        for (uint32_t quarter = 0; quarter < 4; quarter++) {
+            take_scaled(cta, quarter, a_scales, a_byte, x, m / 2, 32 * quarter, 32, own_x);
+            take_scaled(cta, quarter, b_scales, b_byte, y, n, 0, n, own_y);
+            multiply_add(d + 32 * quarter * kTensorColumns, kTensorColumns, own_x, own_y, 32, n, a.depth());
+        }
     }
 
     /* CTA r's rows of A against all of B. Every CTA uses the scales of B in its own tensor memory. */
@@ -332,19 +354,14 @@ struct TensorMma : TensorOp {
         fetch(cta, a, a_e5m2, x, rows, 0);
         for (uint32_t half = 0; half < 2; half++)
             fetch(*ctas[half], b, b_e5m2, y, n, half * (n / 2));
-        if (scaled) {
-            for (uint32_t row = 0; row < rows; row++)
-                for (uint32_t k = 0; k < depth; k++)
-                    x[k * rows + row] *= scale(cta, a_scales, row, a_byte);
-            for (uint32_t row = 0; row < n; row++)
-                for (uint32_t k = 0; k < depth; k++)
-                    y[k * n + row] *= scale(cta, b_scales, row, b_byte);
-        }
         float *d = &memory_of(cta).at(0, d_column);
         if (!accumulate)
             for (uint32_t row = 0; row < rows; row++)
                 memset(d + row * kTensorColumns, 0, n * sizeof(float));
-        multiply_add(d, kTensorColumns, x, y, rows, n, depth);
+        if (scaled)
+            multiply_quarters(cta, d, x, y);
+        else
+            multiply_add(d, kTensorColumns, x, y, rows, n, depth);
     }
     void execute() override
     {
@@ -451,11 +468,11 @@ void tensor_exit_checks(const Cta &cta)
 
 /* ---- warps and tensor memory ---- */
 
-/* The running lane's registers of 16 lanes x 64 columns. */
-template <class Visit> static void for_each_register(uint32_t first_lane, uint32_t first_column, Visit visit)
+/* The running lane's registers of 16 lanes x so many columns. */
+template <class Visit> static void for_each_register(uint32_t first_lane, uint32_t first_column, uint32_t columns, Visit visit)
 {
     const uint32_t l = self->lane();
-    for (uint32_t i = 0; i < 32; i++)
+    for (uint32_t i = 0; i < columns / 2; i++)
         visit(i, first_lane + l / 4 + 8 * (i % 4 / 2), first_column + 8 * (i / 4) + 2 * (l % 4) + i % 2);
 }
 
@@ -465,6 +482,44 @@ static void check_reach(uint32_t address, const char *what, uint32_t &lane, uint
     const uint32_t own = 32 * (self->warp() % 4);
     if (lane != own && lane != own + 16)
         fail("%s at lane %u by warp %u, which reaches lanes %u to %u", what, lane, self->warp(), own, own + 31);
+}
+
+void tmem_load(uint32_t address, uint32_t columns, float *to)
+{
+    step();
+    const char *what = "tmem_load";
+    uint32_t lane, column;
+    check_reach(address, what, lane, column);
+    warp_rendezvous(what, [](Warp &) {});
+    TensorAccesses &own = own_accesses();
+    for (uint32_t c = column + 2 * (self->lane() % 4); c < column + columns; c += c % 2 ? 7 : 1) {
+        TensorCell &cell = allocated_cell(*self->cta, lane, c, what);
+        if (!cell.written)
+            fail("%s from lane %u, column %u, which was never written", what, lane, c);
+        require_ordered(cell.write, what, "write", lane, c);
+        cell.loads++;
+    }
+    std::fill_n(to, columns / 2, NAN);  /* until tmem_wait_load */
+    own.loads.push_back({to, self->cta, lane, column, columns});
+}
+
+void tmem_wait_loads()
+{
+    step();
+    warp_rendezvous("tmem_wait_load", [](Warp &) {});
+    TensorAccesses &own = own_accesses();
+    for (TensorAccesses::Load &load : own.loads) {
+        TensorMemory &m = memory_of(*load.cta);
+        for_each_register(load.lane, load.column, load.columns, [&](uint32_t i, uint32_t lane, uint32_t column) { load.to[i] = m.at(lane, column); });
+        for (uint32_t c = load.column + 2 * (self->lane() % 4); c < load.column + load.columns; c += c % 2 ? 7 : 1) {
+            TensorCell &cell = m.cell(load.lane, c);
+            cell.loads--;
+            cell.unfenced++;
+            cell.unfenced_warp = self->warp();
+            own.unfenced.push_back(&cell);
+        }
+    }
+    own.loads.clear();
 }
 
 } /* namespace emu */
@@ -477,45 +532,6 @@ void tmem_relinquish_pair()
     step();
     warp_rendezvous("tmem_relinquish_pair", [](Warp &) {});
     memory_of(*self->cta).relinquished = true;
-}
-
-void tmem_load_16x64(uint32_t address, float (&r)[32])
-{
-    step();
-    const char *what = "tmem_load";
-    uint32_t lane, column;
-    check_reach(address, what, lane, column);
-    warp_rendezvous(what, [](Warp &) {});
-    TensorAccesses &own = own_accesses();
-    for (uint32_t c = column + 2 * (self->lane() % 4); c < column + 64; c += c % 2 ? 7 : 1) {
-        TensorCell &cell = allocated_cell(*self->cta, lane, c, what);
-        if (!cell.written)
-            fail("%s from lane %u, column %u, which was never written", what, lane, c);
-        require_ordered(cell.write, what, "write", lane, c);
-        cell.loads++;
-    }
-    for (float &x : r)
-        x = NAN;  /* until tmem_wait_load */
-    own.loads.push_back({r, self->cta, lane, column});
-}
-
-void tmem_wait_load(float (&)[32])
-{
-    step();
-    warp_rendezvous("tmem_wait_load", [](Warp &) {});
-    TensorAccesses &own = own_accesses();
-    for (TensorAccesses::Load &load : own.loads) {
-        TensorMemory &m = memory_of(*load.cta);
-        for_each_register(load.lane, load.column, [&](uint32_t i, uint32_t lane, uint32_t column) { load.to[i] = m.at(lane, column); });
-        for (uint32_t c = load.column + 2 * (self->lane() % 4); c < load.column + 64; c += c % 2 ? 7 : 1) {
-            TensorCell &cell = m.cell(load.lane, c);
-            cell.loads--;
-            cell.unfenced++;
-            cell.unfenced_warp = self->warp();
-            own.unfenced.push_back(&cell);
-        }
-    }
-    own.loads.clear();
 }
 
 void tmem_store_16x64(uint32_t address, const float (&r)[32])
@@ -535,7 +551,7 @@ void tmem_store_16x64(uint32_t address, const float (&r)[32])
             cell.write = kUnobserved;  /* until waited for */
             own.stores.push_back(&cell);
         }
-    for_each_register(lane, column, [&](uint32_t i, uint32_t at_lane, uint32_t at_column) { m.at(at_lane, at_column) = r[i]; });
+    for_each_register(lane, column, 64, [&](uint32_t i, uint32_t at_lane, uint32_t at_column) { m.at(at_lane, at_column) = r[i]; });
     warp_rendezvous("tmem_store, done", [](Warp &) {});
 }
 

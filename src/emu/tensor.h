@@ -47,7 +47,7 @@ struct TensorUnit {
 
 /* A thread's own accesses. */
 struct TensorAccesses {
-    struct Load { float *to; Cta *cta; uint32_t lane, column; };
+    struct Load { float *to; Cta *cta; uint32_t lane, column, columns; };
     std::vector<Load> loads;                           /* under way */
     std::vector<TensorCell *> unfenced;                /* read, not followed by a fence */
     std::vector<TensorCell *> stores;                  /* written, not waited for */

@@ -15,7 +15,7 @@ int tensor_map_encode_tiled(void *out, int type, uint32_t rank, void *address, c
     TensorMap map = {};
     map.magic = kTensorMapMagic;
     map.address = (uint64_t)(uintptr_t)address;
-    map.element_bytes = type == MK_TENSOR_U8 ? 1 : type == MK_TENSOR_BF16 ? 2 : type == MK_TENSOR_F32 ? 4 : 0;
+    map.element_bytes = type == MK_TENSOR_U8 ? 1 : type == MK_TENSOR_BF16 || type == MK_TENSOR_U16 ? 2 : type == MK_TENSOR_F32 ? 4 : 0;
     map.rank = rank;
     map.swizzle = (uint32_t)swizzle;
     if (!map.element_bytes || rank < 1 || rank > 3 || map.address % 16 || interleave || oob_fill || (uintptr_t)out % 64 ||

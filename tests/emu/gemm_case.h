@@ -40,7 +40,7 @@ static inline mk_tensor_map encode(const mk_tensor &t)
 }
 
 /* Memory and maps of one case. B is [E, 2 cols, depth] under SwiGLU (gate rows, then up rows), [E, cols, depth] otherwise. */
-template <class Tile> struct GemmCase {
+template <class Tile, class Program = mk::GroupedProgram<Tile>> struct GemmCase {
     const GemmShape &shape;
     GemmMode mode;
     bool swiglu;
@@ -52,7 +52,7 @@ template <class Tile> struct GemmCase {
     emu::Buffer<uint32_t> ticket;
     emu::Buffer<uint16_t *> slot;
     emu::Buffer<mk_tensor_map> maps;
-    mk::GroupedProgram<Tile> program;
+    Program program;
 
     GemmCase(const GemmShape &s, GemmMode m, uint64_t seed)
         : shape(s), mode(m), swiglu(m >= GEMM_SWIGLU), experts((int64_t)s.rows.size()), b_rows(swiglu ? 2 * s.cols : s.cols),
@@ -120,7 +120,7 @@ template <class Tile> struct GemmCase {
         launch.shared_bytes = sizeof(mk::GemmShared<Tile>);
         launch.name = "grouped GEMM";
         machine.add_device(shape.resident).launch(launch, [=, this_program = &program] {
-            mk::gemm_kernel<Tile, mk::GroupedProgram<Tile>, Epilogue>(*this_program, epilogue);
+            mk::gemm_kernel<Tile, Program, Epilogue>(*this_program, epilogue);
         });
         return machine.run();
     }
@@ -169,9 +169,9 @@ template <class Tile> struct GemmCase {
 };
 
 /* Runs and compares; prints what is wrong. */
-template <class Tile> static bool gemm_case_passes(const GemmShape &shape, GemmMode mode, uint64_t seed, const char *tile)
+template <class Tile, class Case = GemmCase<Tile>> static bool gemm_case_passes(const GemmShape &shape, GemmMode mode, uint64_t seed, const char *tile)
 {
-    GemmCase<Tile> gemm(shape, mode, seed);
+    Case gemm(shape, mode, seed);
     const emu::Result result = gemm.run();
     if (!result.ok) {
         printf("  %s, %s, seed %llu: %s\n", tile, gemm_mode_name[mode], (unsigned long long)seed, result.message.c_str());

@@ -150,6 +150,117 @@ struct PairKernel {
     }
 };
 
+/* ---- MXFP8 ---- */
+
+/* e4m3 without NaN, worked out apart from the emulator. */
+static inline float e4m3(uint8_t x)
+{
+    const int e = x >> 3 & 15, f = x & 7;
+    return (x & 128 ? -1.0f : 1.0f) * (e ? (float)(8 + f) * exp2f((float)(e - 10)) : (float)f * exp2f(-9.0f));
+}
+
+/* D[256, N] over K = 128: A and B in e4m3, a scale for each row and 32 of K, in atoms as the copy engine brings them. */
+struct ScaledMemory {
+    enum { N = 128, DEPTH = 128 };
+    emu::Buffer<uint8_t> a, b, a_scales, b_scales;
+    PairMemory plain;  /* d, and operands nobody looks at */
+    mk_tensor_map map_a, map_b;
+    explicit ScaledMemory(emu::Machine &m, uint64_t seed) : a(m, "a", 256 * DEPTH), b(m, "b", N * DEPTH), a_scales(m, "scales of a", 1024),
+                                                            b_scales(m, "scales of b", 512), plain(m, N, 64, seed)
+    {
+        uint64_t state = seed;
+        auto fill = [&](emu::Buffer<uint8_t> &x, bool scales) {
+            for (size_t i = 0; i < x.count(); i++) {
+                uint8_t byte = (uint8_t)test_below(&state, 256);
+                x.host()[i] = scales ? (uint8_t)(117 + byte % 20) : (byte & 127) == 127 ? 0 : byte;
+            }
+        };
+        fill(a, false), fill(b, false), fill(a_scales, true), fill(b_scales, true);
+        map_a = PairMemory::encode(mk_tensor_operand_e4m3(a.device(), DEPTH, 256, 0, 128));
+        map_b = PairMemory::encode(mk_tensor_operand_e4m3(b.device(), DEPTH, N, 0, N / 2));
+    }
+    float expected(uint32_t row, uint32_t col) const
+    {
+        float sum = 0;
+        for (uint32_t k = 0; k < DEPTH; k++) {
+            const int sa = a_scales[(size_t)mk_scale_byte(row, k / 32, 4)] - 127, sb = b_scales[(size_t)mk_scale_byte(col, k / 32, 4)] - 127;
+            sum = fmaf(ldexpf(e4m3(a[row * DEPTH + k]), sa), ldexpf(e4m3(b[col * DEPTH + k]), sb), sum);
+        }
+        return sum;
+    }
+    int count_differences() const
+    {
+        int wrong = 0;
+        for (uint32_t row = 0; row < 256; row++)
+            for (uint32_t col = 0; col < N; col++)
+                wrong += plain.d[row * N + col] != expected(row, col);
+        return wrong;
+    }
+};
+
+/* As PairKernel. Scales lie in shared memory where its second stage would be, and in tensor memory behind D: A's 4 columns, then B's. */
+struct ScaledKernel : PairKernel {
+    enum { COLUMNS = ScaledMemory::N };
+    const ScaledMemory &of;
+    explicit ScaledKernel(const ScaledMemory &memory) : PairKernel{memory.plain}, of(memory) {}
+
+    uint32_t scales(uint32_t operand) const { return a(1) + operand * MK_SCALE_ATOM_BYTES; }
+    uint32_t columns(uint32_t operand) const { return mk::load(address()) + COLUMNS + operand * MK_SCALE_ATOM_COLUMNS; }
+    /* Scales of this CTA's rows of A, or of all rows of B. */
+    const uint8_t *scales_in_memory(uint32_t operand) const { return operand ? of.b_scales.device() : of.a_scales.device() + cluster_rank() * MK_SCALE_ATOM_BYTES; }
+
+    void load_operands() const
+    {
+        const int32_t r = (int32_t)cluster_rank();
+        if (thread_idx() != 0)
+            return;
+        if (r == 0)
+            mbar_arrive_expect_tx_release_cta(full(0), 2 * (128 * 128 + 64 * 128));
+        tma_load_2d_pair(a(0), &of.map_a, 0, r * 128, cluster_addr(full(0), 0));
+        tma_load_2d_pair(b(0), &of.map_b, 0, r * 64, cluster_addr(full(0), 0));
+    }
+    void load_scales() const
+    {
+        if (thread_idx() == 0) {
+            mbar_arrive_expect_tx_release_cta(full(1), 2 * MK_SCALE_ATOM_BYTES);
+            for (uint32_t operand = 0; operand < 2; operand++)
+                bulk_load(scales(operand), scales_in_memory(operand), MK_SCALE_ATOM_BYTES, full(1));
+            wait_mbar(full(1), 0, "scales");
+        }
+        cluster_barrier();
+    }
+    void copy_scales() const
+    {
+        for (uint32_t operand = 0; operand < 2; operand++)
+            tcgen05_copy_scales_pair(columns(operand), mk_scale_descriptor_sm100(scales(operand)));
+    }
+    void multiply(uint32_t first_id = 0) const
+    {
+        wait_mbar_cluster(full(0), 0, "full");
+        for (uint32_t step = 0; step < 4; step++)
+            tcgen05_mma_pair_mx(mk::load(address()), mk_operand_sm100(a(0)) + 2 * step, mk_operand_sm100(b(0)) + 2 * step,
+                                mk_mma_descriptor_mx(256, ScaledMemory::N, MK_MMA_E4M3, MK_MMA_E4M3, (first_id + step) % 4, step), columns(0), columns(1), step > 0);
+    }
+    void finish() const
+    {
+        commit();
+        wait_done();
+        store_sums();
+        end();
+    }
+    void all() const
+    {
+        begin();
+        load_operands();
+        load_scales();
+        if (issues()) {
+            copy_scales();
+            multiply();
+        }
+        finish();
+    }
+};
+
 static inline emu::Launch pair_launch()
 {
     emu::Launch l;

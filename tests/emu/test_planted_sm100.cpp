@@ -257,18 +257,253 @@ TEST(adding_to_what_was_never_written)
 {
     expect_report("that was never written", [](const PairKernel &k) { issue_with(k, mk_operand_sm100(k.a(0)), mk_operand_sm100(k.b(0)), mk_mma_descriptor_bf16(256, N, 0, 0), true); });
 }
+
+/* ---- scales ---- */
+
+/* What the emulator says of a kernel, and how many sums are wrong if it says nothing. */
+static emu::Result run_scaled(uint64_t seed, const std::function<void(const ScaledKernel &)> &kernel, int *wrong)
+{
+    emu::Machine machine(seed);
+    ScaledMemory memory(machine, test_seed());
+    machine.add_device(1).launch(pair_launch(), [&] { kernel(ScaledKernel(memory)); });
+    const emu::Result result = machine.run();
+    *wrong = result.ok ? memory.count_differences() : 0;
+    return result;
+}
+static void expect_scaled_report(const char *message, const std::function<void(const ScaledKernel &)> &kernel)
+{
+    for (uint64_t i = 0; i < 4; i++) {
+        int wrong;
+        const emu::Result result = run_scaled(test_seed() + i, kernel, &wrong);
+        CHECK(!result.ok);
+        CHECK_STR(result.message.c_str(), message);
+    }
+}
+/* A mistake that breaks no rule: every part is legal, and the sums are wrong. */
+static void expect_wrong_sums(const std::function<void(const ScaledKernel &)> &kernel)
+{
+    int wrong;
+    const emu::Result result = run_scaled(test_seed(), kernel, &wrong);
+    if (!result.ok)
+        TEST_FAILED("%s", result.message.c_str());
+    CHECK(wrong > 256 * ScaledMemory::N / 4);
+}
+
+/* The right kernel, but for what the issuing thread does. */
+static void issue_scaled(const ScaledKernel &k, const std::function<void()> &issue)
+{
+    k.begin();
+    k.load_operands();
+    k.load_scales();
+    if (k.issues())
+        issue();
+    k.finish();
+}
+
 TEST(scales_that_nobody_copied)
 {
-    expect_report("scales in column", [](const PairKernel &k) {
-        k.begin();
-        k.load();
-        if (k.issues()) {
-            wait_mbar_cluster(k.full(0), 0, "full");
-            const uint32_t d = load(k.address());
-            tcgen05_mma_pair_mx(d, mk_operand_sm100(k.a(0)), mk_operand_sm100(k.b(0)), mk_mma_descriptor_mx(256, N, 0, 0, 0, 0), d + N, d + N + 4, false);
-        }
-        k.cluster_barrier();
+    expect_scaled_report("were never written", [](const ScaledKernel &k) { issue_scaled(k, [&] { k.multiply(); }); });
+}
+TEST(scales_copied_after_the_mmas)
+{
+    expect_scaled_report("were never written", [](const ScaledKernel &k) {
+        issue_scaled(k, [&] {
+            k.multiply();
+            k.copy_scales();
+        });
     });
+}
+/* Copies and MMAs of one thread are in order; of two, the copies must have been committed and waited for. */
+TEST(scales_copied_by_another_thread_and_not_committed)
+{
+    expect_scaled_report("is not ordered after the write", [](const ScaledKernel &k) {
+        k.begin();
+        k.load_operands();
+        k.load_scales();
+        if (cluster_rank() == 1 && thread_idx() == 0)
+            k.copy_scales();
+        k.cluster_barrier();
+        tcgen05_fence_after_sync();
+        if (k.issues())
+            k.multiply();
+        k.finish();
+    });
+}
+TEST(scales_copied_by_another_thread_and_committed_without_the_fence_after)
+{
+    expect_scaled_report("without tcgen05_fence_after_sync", [](const ScaledKernel &k) {
+        k.begin();
+        k.load_operands();
+        k.load_scales();
+        if (cluster_rank() == 1 && thread_idx() == 0) {
+            k.copy_scales();
+            tcgen05_commit_pair(k.read(), 1); /* counts 8: seven more */
+        }
+        if (k.issues()) {
+            for (int i = 0; i < 7; i++)
+                mbar_arrive_release_cta(k.read());
+            wait_mbar_cluster(k.read(), 0, "scales are in tensor memory");
+            k.multiply();
+        }
+        k.finish();
+    });
+}
+TEST(scales_in_shared_memory_replaced_before_their_copy_is_done)
+{
+    expect_scaled_report("overwrites shared offset", [](const ScaledKernel &k) {
+        issue_scaled(k, [&] {
+            k.copy_scales();
+            bulk_load(k.scales(1), k.scales_in_memory(1), MK_SCALE_ATOM_BYTES, k.full(1));
+            k.multiply();
+        });
+    });
+}
+TEST(scales_copied_before_they_have_landed)
+{
+    expect_scaled_report("where a copy is still under way", [](const ScaledKernel &k) {
+        k.begin();
+        k.load_operands();
+        if (k.issues()) {
+            mbar_arrive_expect_tx_release_cta(k.full(1), MK_SCALE_ATOM_BYTES);
+            bulk_load(k.scales(0), k.scales_in_memory(0), MK_SCALE_ATOM_BYTES, k.full(1));
+            k.copy_scales();
+        }
+        k.finish();
+    });
+}
+
+/* Scales laid out by threads in shared memory: `place` says at which byte of its atom the scale of (row, block) goes. */
+static void scales_by_threads(const ScaledKernel &k, const std::function<uint32_t(uint32_t row, uint32_t block)> &place, bool fence)
+{
+    k.begin();
+    k.load_operands();
+    if (thread_idx() < 32)
+        for (uint32_t operand = 0; operand < 2; operand++) {
+            uint8_t own[16]; /* row thread_idx() of the atom's 32 of 16 bytes */
+            for (uint32_t row = 0; row < 128; row++)
+                for (uint32_t block = 0; block < 4; block++)
+                    if (place(row, block) / 16 == thread_idx())
+                        own[place(row, block) % 16] = load(k.scales_in_memory(operand) + mk_scale_byte(row, block, 4));
+            Vec4 v;
+            memcpy(&v, own, 16);
+            store_shared_b128(k.scales(operand) + 16 * thread_idx(), v);
+        }
+    if (fence)
+        fence_proxy_async_shared_cta();
+    k.cluster_barrier();
+    if (k.issues()) {
+        k.copy_scales();
+        k.multiply();
+    }
+    k.finish();
+}
+static uint32_t atom_byte(uint32_t row, uint32_t block) { return (uint32_t)mk_scale_byte(row, block, 4); }
+TEST(scales_by_threads_right)
+{
+    int wrong;
+    const emu::Result result = run_scaled(test_seed(), [](const ScaledKernel &k) { scales_by_threads(k, atom_byte, true); }, &wrong);
+    if (!result.ok)
+        TEST_FAILED("%s", result.message.c_str());
+    CHECK_EQ(wrong, 0);
+}
+TEST(scales_by_threads_without_a_proxy_fence)
+{
+    expect_scaled_report("no fence_proxy_async_shared_cta followed", [](const ScaledKernel &k) { scales_by_threads(k, atom_byte, false); });
+}
+TEST(scales_in_rows_instead_of_atoms)
+{
+    expect_wrong_sums([](const ScaledKernel &k) { scales_by_threads(k, [](uint32_t row, uint32_t block) { return 4 * row + block; }, true); });
+}
+TEST(scales_of_the_wrong_block)
+{
+    expect_wrong_sums([](const ScaledKernel &k) {
+        issue_scaled(k, [&] {
+            k.copy_scales();
+            k.multiply(1);
+        });
+    });
+}
+TEST(scales_of_a_and_b_swapped)
+{
+    expect_wrong_sums([](const ScaledKernel &k) {
+        issue_scaled(k, [&] {
+            for (uint32_t operand = 0; operand < 2; operand++)
+                tcgen05_copy_scales_pair(k.columns(operand), mk_scale_descriptor_sm100(k.scales(1 - operand)));
+            k.multiply();
+        });
+    });
+}
+TEST(scale_rows_as_far_apart_as_operand_rows)
+{
+    expect_wrong_sums([](const ScaledKernel &k) {
+        issue_scaled(k, [&] {
+            for (uint32_t operand = 0; operand < 2; operand++)
+                tcgen05_copy_scales_pair(k.columns(operand), mk_smem_descriptor_sm100(k.scales(operand), 0, 16, MK_SMEM_SWIZZLE_NONE));
+            k.multiply();
+        });
+    });
+}
+TEST(scales_copied_with_a_swizzle)
+{
+    expect_scaled_report("must have no swizzle", [](const ScaledKernel &k) {
+        issue_scaled(k, [&] { tcgen05_copy_scales_pair(k.columns(0), mk_smem_descriptor_sm100(k.scales(0), 0, 128, MK_SMEM_SWIZZLE_128B)); });
+    });
+}
+TEST(scales_copied_to_some_lanes)
+{
+    expect_scaled_report("the destination lane 32 be 0", [](const ScaledKernel &k) {
+        issue_scaled(k, [&] { tcgen05_copy_scales_pair(k.columns(0) + mk_tmem_address(32, 0), mk_scale_descriptor_sm100(k.scales(0))); });
+    });
+}
+
+/* Scales put into tensor memory by warps, each into its own 32 lanes: cell (lane, column) of the 64 columns behind D. All of B's and A's cells are in the
+ * first 8 columns; a warp that writes what only its own rows need leaves the others without. */
+static void scales_by_warps(const ScaledKernel &k, uint32_t warps, bool own_lanes, bool fences)
+{
+    k.begin();
+    k.load_operands();
+    if (warp_idx() < warps)
+        for (uint32_t block = 0; block < 2; block++) {
+            float v[32];
+            for (uint32_t i = 0; i < 32; i++) {
+                const uint32_t lane = block * 16 + lane_idx() / 4 + 8 * (i % 4 / 2), column = 8 * (i / 4) + 2 * (lane_idx() % 4) + i % 2;
+                const uint32_t from = own_lanes ? lane : (lane + warp_idx()) % 32;
+                uint32_t cell = 0;
+                for (uint32_t byte = 0; byte < 4 && column < 8; byte++)
+                    cell |= (uint32_t)load(k.scales_in_memory(column / 4) + from * 16 + column % 4 * 4 + byte) << 8 * byte;
+                memcpy(&v[i], &cell, 4);
+            }
+            tmem_store_16x64(load(k.address()) + ScaledKernel::COLUMNS + mk_tmem_address(32 * warp_idx() + 16 * block, 0), v);
+        }
+    if (fences) {
+        tmem_wait_store();
+        tcgen05_fence_before_sync();
+    }
+    k.cluster_barrier();
+    tcgen05_fence_after_sync();
+    if (k.issues())
+        k.multiply();
+    k.finish();
+}
+TEST(scales_by_warps_right)
+{
+    int wrong;
+    const emu::Result result = run_scaled(test_seed(), [](const ScaledKernel &k) { scales_by_warps(k, 4, true, true); }, &wrong);
+    if (!result.ok)
+        TEST_FAILED("%s", result.message.c_str());
+    CHECK_EQ(wrong, 0);
+}
+TEST(scales_by_warps_not_waited_for)
+{
+    expect_scaled_report("is not ordered after the write", [](const ScaledKernel &k) { scales_by_warps(k, 4, true, false); });
+}
+TEST(scales_in_the_lanes_of_one_warp_only)
+{
+    expect_scaled_report("were never written", [](const ScaledKernel &k) { scales_by_warps(k, 1, true, true); });
+}
+TEST(scales_in_the_wrong_lanes_of_a_warp)
+{
+    expect_wrong_sums([](const ScaledKernel &k) { scales_by_warps(k, 4, false, true); });
 }
 
 /* ---- who may ---- */

@@ -70,98 +70,16 @@ TEST(bf16_other_axis_contiguous)
 
 /* ---- MX ---- */
 
-/* e4m3 without NaN, worked out apart from the emulator. */
-static float e4m3(uint8_t x)
-{
-    const int e = x >> 3 & 15, f = x & 7;
-    return (x & 128 ? -1.0f : 1.0f) * (e ? (float)(8 + f) * exp2f((float)(e - 10)) : (float)f * exp2f(-9.0f));
-}
-
-/* D[256, N] over K = 128: A and B in e4m3, a scale for each row and 32 of K, in atoms as the copy engine brings them. */
-struct MxMemory {
-    enum { N = 128, DEPTH = 128 };
-    emu::Buffer<uint8_t> a, b, a_scales, b_scales;
-    PairMemory plain;  /* d, and operands nobody looks at */
-    mk_tensor_map map_a, map_b;
-    explicit MxMemory(emu::Machine &m, uint64_t seed) : a(m, "a", 256 * DEPTH), b(m, "b", N * DEPTH), a_scales(m, "scales of a", 1024),
-                                                        b_scales(m, "scales of b", 512), plain(m, N, 64, seed)
-    {
-        uint64_t state = seed;
-        auto fill = [&](emu::Buffer<uint8_t> &x, bool scales) {
-            for (size_t i = 0; i < x.count(); i++) {
-                uint8_t byte = (uint8_t)test_below(&state, 256);
-                x.host()[i] = scales ? (uint8_t)(117 + byte % 20) : (byte & 127) == 127 ? 0 : byte;
-            }
-        };
-        fill(a, false), fill(b, false), fill(a_scales, true), fill(b_scales, true);
-        map_a = operand(a.device(), 256, 128);
-        map_b = operand(b.device(), N, N / 2);
-    }
-    static mk_tensor_map operand(const uint8_t *p, uint64_t rows, uint32_t box_rows)
-    {
-        mk_tensor t = mk_tensor_operand(p, DEPTH, rows, 0, box_rows);
-        t.type = MK_TENSOR_U8;
-        t.stride_bytes[0] = DEPTH;
-        t.box[0] = 128;
-        return PairMemory::encode(t);
-    }
-    float expected(uint32_t row, uint32_t col) const
-    {
-        float sum = 0;
-        for (uint32_t k = 0; k < DEPTH; k++) {
-            const int sa = a_scales[(size_t)mk_scale_byte(row, k / 32, 4)] - 127, sb = b_scales[(size_t)mk_scale_byte(col, k / 32, 4)] - 127;
-            sum = fmaf(ldexpf(e4m3(a[row * DEPTH + k]), sa), ldexpf(e4m3(b[col * DEPTH + k]), sb), sum);
-        }
-        return sum;
-    }
-};
-
-static void mx_kernel(const MxMemory &m)
-{
-    PairKernel k{m.plain};
-    const uint32_t scales = smem_addr(k.base + PairKernel::STAGE_A + PairKernel::STAGE_B), r = cluster_rank();  /* a second stage is not used */
-    const uint32_t columns = 128;  /* of the scales: behind D */
-    k.begin();
-    if (thread_idx() == 0) {
-        if (r == 0)
-            mbar_arrive_expect_tx_release_cta(k.full(0), 2 * (128 * 128 + 64 * 128));
-        mbar_arrive_expect_tx_release_cta(k.full(1), 1024);
-        tma_load_2d_pair(k.a(0), &m.map_a, 0, (int32_t)r * 128, cluster_addr(k.full(0), 0));
-        tma_load_2d_pair(k.b(0), &m.map_b, 0, (int32_t)r * 64, cluster_addr(k.full(0), 0));
-        bulk_load(scales, m.a_scales.device() + r * 512, 512, k.full(1));   /* of its own rows */
-        bulk_load(scales + 512, m.b_scales.device(), 512, k.full(1));       /* of all rows of B */
-        wait_mbar(k.full(1), 0, "scales");
-    }
-    k.cluster_barrier();
-    if (k.issues()) {
-        const uint32_t d = load(k.address());
-        wait_mbar_cluster(k.full(0), 0, "full");
-        tcgen05_copy_scales_pair(d + columns, mk_scale_descriptor_sm100(scales));
-        tcgen05_copy_scales_pair(d + columns + 4, mk_scale_descriptor_sm100(scales + 512));
-        for (uint32_t step = 0; step < 4; step++)
-            tcgen05_mma_pair_mx(d, mk_operand_sm100(k.a(0)) + 2 * step, mk_operand_sm100(k.b(0)) + 2 * step,
-                                mk_mma_descriptor_mx(256, MxMemory::N, MK_MMA_E4M3, MK_MMA_E4M3, step, step), d + columns, d + columns + 4, step > 0);
-    }
-    k.commit();
-    k.wait_done();
-    k.store_sums();
-    k.end();
-}
-
 TEST(mx_e4m3_with_scales)
 {
     for (uint64_t i = 0; i < 3; i++) {
         emu::Machine machine(test_seed() + i);
-        MxMemory m(machine, test_seed() + i);
-        machine.add_device(1).launch(pair_launch(), [&] { mx_kernel(m); });
+        ScaledMemory m(machine, test_seed() + i);
+        machine.add_device(1).launch(pair_launch(), [&] { ScaledKernel(m).all(); });
         const emu::Result r = machine.run();
         if (!r.ok)
             TEST_FAILED("%s", r.message.c_str());
-        int wrong = 0;
-        for (uint32_t row = 0; row < 256; row++)
-            for (uint32_t col = 0; col < MxMemory::N; col++)
-                wrong += m.plain.d[row * MxMemory::N + col] != m.expected(row, col);
-        CHECK_EQ(wrong, 0);
+        CHECK_EQ(m.count_differences(), 0);
     }
 }
 

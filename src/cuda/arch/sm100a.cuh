@@ -40,6 +40,24 @@ MK_DEVICE void tmem_load_16x64(uint32_t address, float (&r)[32])
                    "=f"(r[24]), "=f"(r[25]), "=f"(r[26]), "=f"(r[27]), "=f"(r[28]), "=f"(r[29]), "=f"(r[30]), "=f"(r[31])
                  : "r"(address) : "memory");
 }
+/* The same for 32 and 16 columns, into registers from r[First] on. */
+template <int First, int N> MK_DEVICE void tmem_load_16x32(uint32_t address, float (&r)[N])
+{
+    static_assert(First + 16 <= N, "16 registers");
+    asm volatile("tcgen05.ld.sync.aligned.16x256b.x4.b32 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, [%16];"
+                 : "=f"(r[First + 0]), "=f"(r[First + 1]), "=f"(r[First + 2]), "=f"(r[First + 3]), "=f"(r[First + 4]), "=f"(r[First + 5]),
+                   "=f"(r[First + 6]), "=f"(r[First + 7]), "=f"(r[First + 8]), "=f"(r[First + 9]), "=f"(r[First + 10]), "=f"(r[First + 11]),
+                   "=f"(r[First + 12]), "=f"(r[First + 13]), "=f"(r[First + 14]), "=f"(r[First + 15])
+                 : "r"(address) : "memory");
+}
+template <int First, int N> MK_DEVICE void tmem_load_16x16(uint32_t address, float (&r)[N])
+{
+    static_assert(First + 8 <= N, "8 registers");
+    asm volatile("tcgen05.ld.sync.aligned.16x256b.x2.b32 {%0, %1, %2, %3, %4, %5, %6, %7}, [%8];"
+                 : "=f"(r[First + 0]), "=f"(r[First + 1]), "=f"(r[First + 2]), "=f"(r[First + 3]), "=f"(r[First + 4]), "=f"(r[First + 5]),
+                   "=f"(r[First + 6]), "=f"(r[First + 7])
+                 : "r"(address) : "memory");
+}
 MK_DEVICE void tmem_store_16x64(uint32_t address, const float (&r)[32])
 {
     asm volatile("tcgen05.st.sync.aligned.16x256b.x8.b32 [%32], {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
@@ -58,6 +76,13 @@ MK_DEVICE void tmem_wait_load(float (&r)[32])
                  :: "memory");
     asm volatile("" : "+f"(r[16]), "+f"(r[17]), "+f"(r[18]), "+f"(r[19]), "+f"(r[20]), "+f"(r[21]), "+f"(r[22]), "+f"(r[23]),
                       "+f"(r[24]), "+f"(r[25]), "+f"(r[26]), "+f"(r[27]), "+f"(r[28]), "+f"(r[29]), "+f"(r[30]), "+f"(r[31]) :: "memory");
+}
+MK_DEVICE void tmem_wait_load(float (&r)[16])
+{
+    asm volatile("tcgen05.wait::ld.sync.aligned;"
+                 : "+f"(r[0]), "+f"(r[1]), "+f"(r[2]), "+f"(r[3]), "+f"(r[4]), "+f"(r[5]), "+f"(r[6]), "+f"(r[7]),
+                   "+f"(r[8]), "+f"(r[9]), "+f"(r[10]), "+f"(r[11]), "+f"(r[12]), "+f"(r[13]), "+f"(r[14]), "+f"(r[15])
+                 :: "memory");
 }
 MK_DEVICE void tmem_wait_store() { asm volatile("tcgen05.wait::st.sync.aligned;" ::: "memory"); }
 

@@ -18,7 +18,7 @@
 typedef struct mk_tensor_map { MK_ALIGN(64) uint64_t opaque[16]; } mk_tensor_map;
 
 /* Numbers of CUtensorMapDataType and CUtensorMapSwizzle. */
-enum { MK_TENSOR_U8 = 0, MK_TENSOR_F32 = 7, MK_TENSOR_BF16 = 9 };
+enum { MK_TENSOR_U8 = 0, MK_TENSOR_U16 = 1, MK_TENSOR_F32 = 7, MK_TENSOR_BF16 = 9 };
 enum { MK_SWIZZLE_NONE = 0, MK_SWIZZLE_128B = 3 };
 
 /* Dimension 0 is the contiguous one. stride_bytes[i] is the distance of neighbours along dimension i + 1. */
@@ -66,6 +66,29 @@ static inline mk_tensor mk_tensor_operand(const void *address, uint64_t cols, ui
     t.box[0] = 64;
     t.box[1] = box_rows;
     t.box[2] = 1;
+    return t;
+}
+
+/* The same of e4m3: boxes of box_rows x 128 columns. */
+static inline mk_tensor mk_tensor_operand_e4m3(const void *address, uint64_t cols, uint64_t rows, uint64_t depth, uint32_t box_rows)
+{
+    mk_tensor t = mk_tensor_operand(address, cols, rows, depth, box_rows);
+    t.type = MK_TENSOR_U8;
+    t.stride_bytes[0] = cols;
+    t.stride_bytes[1] = cols * rows;
+    t.box[0] = 128;
+    return t;
+}
+
+/* The scales of that stack in their atoms of 128 rows x 128 columns, 512 bytes each (tensor_core.h). A box is one atom, as 256 pairs of bytes:
+ * the atom of (row, col) is at coordinates (256 * (col / 128), row / 128, depth). Outside are zeros: scales of elements that are zeros there. */
+static inline mk_tensor mk_tensor_scales(const void *address, uint64_t cols, uint64_t rows, uint64_t depth)
+{
+    const uint64_t across = (cols + 127) / 128, down = (rows + 127) / 128;
+    mk_tensor t = mk_tensor_operand(address, across * 256, down, depth, 1);
+    t.type = MK_TENSOR_U16;
+    t.swizzle = MK_SWIZZLE_NONE;
+    t.box[0] = 256;
     return t;
 }
 #endif

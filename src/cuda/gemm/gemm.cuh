@@ -37,14 +37,14 @@ template <class Tile, class Program> MK_DEVICE void gemm_load_or_schedule(GemmSh
         return;
     if constexpr (Tile::tensor_memory) {
         if (warp == 0)
-            pair_load(s, program);
+            gemm_load(s, program, [&](uint32_t stage, const GemmTask &task, const auto &in, int32_t k) { load_pair_stage(s, stage, task, in, k); });
         else if (cluster_rank() == kScheduleRank<Tile>)
             pair_schedule(s, program);
         else
-            pair_mma(s, PlainTasks());
+            pair_mma(s, PlainTasks<Tile>());
     } else {
         if (warp == 0)
-            gemm_load(s, program);
+            gemm_load(s, program, [&](uint32_t stage, const GemmTask &task, const GemmInput &in, int32_t k) { load_stage(s, stage, task, in, k); });
         else if (cluster_rank() == kScheduleRank<Tile>)
             gemm_schedule(s, program);
     }
@@ -53,7 +53,7 @@ template <class Tile, class Program> MK_DEVICE void gemm_load_or_schedule(GemmSh
 template <class Tile, class Epilogue> MK_DEVICE void gemm_finish(GemmShared<Tile> &s, uint32_t warp, Epilogue &epilogue)
 {
     if constexpr (Tile::tensor_memory)
-        pair_math(s, warp / 4 - 1, epilogue, PlainTasks());
+        pair_math(s, warp / 4 - 1, epilogue, PlainTasks<Tile>());
     else
         gemm_math(s, warp / 4 - 1, epilogue);
 }

@@ -66,5 +66,12 @@ template <class Tile> struct GroupedProgram {
     }
 };
 
+/* The same for operands in MXFP8. K blocks are 128 elements; the rows of b_high and those of its scales begin at a multiple of 128. */
+template <class Tile> struct GroupedScaledProgram : GroupedProgram<Tile> {
+    mk_tensor_map a_scales, b_low_scales, b_high_scales;
+
+    MK_MEMBER ScaledGemmInput input(const GemmTask &task) const { return {GroupedProgram<Tile>::input(task), &a_scales, &b_low_scales, &b_high_scales}; }
+};
+
 } /* namespace mk */
 #endif

@@ -72,8 +72,8 @@ template <class Tile> MK_DEVICE void load_stage(GemmShared<Tile> &s, uint32_t st
     tma_load_3d(b + half_b * kRowBytes, in.b_high, x, task.col + in.b_high_row, in.b_depth, full);
 }
 
-/* The load role: one thread of each CTA. */
-template <class Tile, class Program> MK_DEVICE void gemm_load(GemmShared<Tile> &s, Program &program)
+/* The load role: one thread of each CTA. load_block(stage, task, in, k) fills a stage with K block k. */
+template <class Tile, class Program, class LoadBlock> MK_DEVICE void gemm_load(GemmShared<Tile> &s, Program &program, const LoadBlock &load_block)
 {
     TaskReader<Tile> tasks;
     RingCursor<Tile::stages> at;
@@ -84,10 +84,10 @@ template <class Tile, class Program> MK_DEVICE void gemm_load(GemmShared<Tile> &
         tasks.release(s);
         if (task.num_k_blocks == 0)
             return;
-        const GemmInput in = program.input(task);
+        const auto in = program.input(task);
         for (int32_t k = 0; k < task.num_k_blocks; k++, at.next()) {
             wait_mbar(smem_addr(&s.empty[at.slot]), at.parity ^ 1, "gemm_load: free stage");
-            load_stage(s, at.slot, task, in, k);
+            load_block(at.slot, task, in, k);
         }
     }
 }

@@ -12,7 +12,10 @@
  *   warps 4-11  math      two warpgroups take turns: one reads its accumulators while the MMAs fill the other's
  *
  * Program, Epilogue and GemmTask are those of Hopper; a CTA that only helps has out_row kNoRows. Bits are those of Hopper, too: one accumulator,
- * K in steps of 16, ascending. */
+ * K in steps of 16, ascending.
+ *
+ * TilePairScaled multiplies MXFP8 operands as well, each task as its input says. A row of 128 bytes then is 128 e4m3, a stage has their
+ * scales too, and the mma role brings those to tensor memory before the MMAs that read them, in steps of 32. */
 #ifndef MK_GEMM_PAIR_CUH
 #define MK_GEMM_PAIR_CUH
 
@@ -26,10 +29,19 @@ constexpr int32_t kNoRows = 1 << 30; /* rows from here on are past every map: ze
 /* rows and cols of one CTA's share; 2 x 256 accumulator columns are all of the tensor memory. */
 struct TilePair {
     static constexpr uint32_t rows = 128, cols = 256, stages = 6, cluster = 2;
-    static constexpr bool ping_pong = true, tensor_memory = true;
+    static constexpr bool ping_pong = true, tensor_memory = true, scaled = false;
+};
+struct TilePairScaled : TilePair {
+    static constexpr uint32_t stages = 5;
+    static constexpr bool scaled = true;
 };
 
-template <class Tile> struct PairShared {
+/* Atoms of scales in a stage (arch/tensor_core.h): of this CTA's rows of A, and of all rows of B, low half and high half. */
+constexpr uint32_t kScaleAtoms = 3, kStageScaleBytes = kScaleAtoms * MK_SCALE_ATOM_BYTES;
+template <class Tile, bool Scaled> struct PairScales {};
+template <class Tile> struct PairScales<Tile, true> { alignas(128) uint8_t scales[Tile::stages][kScaleAtoms][MK_SCALE_ATOM_BYTES]; };
+
+template <class Tile> struct PairShared : PairScales<Tile, Tile::scaled> {
     alignas(1024) uint8_t a[Tile::stages][Tile::rows * kRowBytes];
     alignas(1024) uint8_t b[Tile::stages][Tile::cols / 2 * kRowBytes]; /* this CTA's half of B */
     alignas(1024) uint8_t staging[kMathWarps][kStagingBytes];
@@ -39,24 +51,32 @@ template <class Tile> struct PairShared {
     uint64_t task_full[kTaskSlots];      /* one arrival and the bytes of a task */
     uint64_t task_empty[kTaskSlots];     /* of the scheduling CTA: every reader of the pair */
     uint64_t sums_full[kMathWarpgroups]; /* one arrival: a warpgroup's sums are there */
-    uint64_t sums_ready[kMathWarpgroups];/* of the leading CTA: the math warps of both CTAs have read the last sums, and put in what the next begin with */
+    uint64_t sums_ready[kMathWarpgroups];/* of the leading CTA: the math warps of both CTAs have read the last sums, and put in what the next begin with;
+                                          * and the other warpgroup's have read the columns that its sums share with these */
     uint64_t tail_landed[kMathWarpgroups]; /* one arrival: the last K block of a task is there, and has rows that do not exist */
     uint64_t tail_zeroed[kMathWarpgroups]; /* of the leading CTA: the math warps of both CTAs have made them zero */
     uint32_t tensor_memory;              /* address of the CTA's columns */
 };
 template <> struct GemmShared<TilePair> : PairShared<TilePair> {};
+template <> struct GemmShared<TilePairScaled> : PairShared<TilePairScaled> {};
 
-/* How a task multiplies. Which axis of an operand is the contiguous one, the contraction (false) or the other; what the sums begin with; and rows
- * of the contraction that exist in the last K block, the rest being zeroed in shared memory. */
+/* How a task multiplies. Which axis of an operand is the contiguous one, the contraction (false) or the other; are operands e4m3 with scales (then
+ * K is contiguous); what the sums begin with (with a scaled tile, always zeros); and rows of the contraction that exist in the last K
+ * block, the rest being zeroed in shared memory. */
 struct PairRecipe {
-    bool a_outer = false, b_outer = false, continues = false;
+    bool a_outer = false, b_outer = false, scaled = false, continues = false;
     uint32_t tail_rows = kBlockK;
 };
 
 /* What a kernel may add to the core's roles; this is nothing. All threads of a math warpgroup call `see` and `begin`. */
-struct PlainTasks {
+template <class Tile> struct PlainTasks {
     MK_MEMBER void see(uint32_t, uint32_t) const {}                              /* a task of its own has been read from this slot of the ring, in this round */
-    MK_MEMBER PairRecipe recipe(const GemmTask &) const { return {}; }
+    MK_MEMBER PairRecipe recipe(const GemmTask &) const
+    {
+        PairRecipe how;
+        how.scaled = Tile::scaled;
+        return how;
+    }
     template <class Acc> MK_MEMBER void begin(const GemmTask &, const Acc &, const WarpOut &) const {} /* puts in what the sums continue */
     MK_MEMBER void meanwhile(const GemmTask &, const WarpOut &) const {}         /* before the wait for the MMAs */
 };
@@ -78,11 +98,24 @@ template <class Program> struct Pairing {
 };
 MK_DEVICE bool only_helps(const GemmTask &task) { return task.out_row == kNoRows; }
 
-static_assert(sizeof(GemmShared<TilePair>) <= 232448, "shared memory of a CTA");
+static_assert(sizeof(GemmShared<TilePair>) <= 232448 && sizeof(GemmShared<TilePairScaled>) <= 232448, "shared memory of a CTA");
 
 constexpr uint32_t kPairStageBytes = (TilePair::rows + TilePair::cols / 2) * kRowBytes; /* in one CTA */
 constexpr uint32_t kBoxBytes = 64 * kRowBytes;                                          /* of a box of 64 x 64 */
 constexpr uint16_t kBothCtas = 3;
+
+/* ---- tensor memory ----
+ *
+ * Two accumulators take all of it. With scales they share columns, the last of one and the first of the other, which a warpgroup reads first of
+ * all, into registers: then the MMAs of the next task may begin, and the rest is read under them.
+ *
+ *   0 .. 255     sums of warpgroup 0            0 .. 255     sums of warpgroup 0
+ *   256 .. 511   sums of warpgroup 1            240 .. 495   sums of warpgroup 1
+ *                                               496 .. 507   scales of the K block that is multiplied: A, B low, B high */
+template <class Tile> constexpr uint32_t kSharedColumns = Tile::scaled ? 16 : 0;
+template <class Tile> constexpr uint32_t kSumsApart = Tile::cols - kSharedColumns<Tile>;
+template <class Tile> constexpr uint32_t kFirstScaleColumn = kSumsApart<Tile> + Tile::cols;
+static_assert(kFirstScaleColumn<TilePairScaled> + kScaleAtoms * MK_SCALE_ATOM_COLUMNS <= MK_TMEM_COLUMNS, "columns of a CTA");
 
 /* The seam to the epilogues: a warp reads 32 lanes, as two blocks of 16 rows. */
 template <class Tile> struct PairAcc {
@@ -96,7 +129,42 @@ template <class Tile> struct PairAcc {
     }
     MK_MEMBER void write(uint32_t m, uint32_t c, const float (&v)[32]) const { tmem_store_16x64(address + mk_tmem_address(m * block_rows, 64 * c), v); }
 };
+/* Sums that share columns with those of the other warpgroup. */
+template <class Tile> struct SharingAcc : PairAcc<Tile> {
+    using All = PairAcc<Tile>;
+    bool second;                   /* the second warpgroup's: its first columns are shared, not its last */
+    float shared[All::blocks * 8]; /* 16 columns of each block, in the layout of `read` */
+
+    MK_MEMBER void take_shared()
+    {
+        static_assert(kSharedColumns<Tile> == 16, "what is loaded here");
+        const uint32_t from = All::address + (second ? 0 : kSumsApart<Tile>);
+        tmem_load_16x16<0>(from, shared);
+        tmem_load_16x16<8>(from + mk_tmem_address(All::block_rows, 0), shared);
+        tmem_wait_load(shared);
+    }
+    MK_MEMBER void read(uint32_t m, uint32_t c, float (&v)[32]) const
+    {
+        const uint32_t from = All::address + mk_tmem_address(m * All::block_rows, 64 * c);
+        if (second && c == 0) {
+            MK_UNROLL for (uint32_t i = 0; i < 8; i++)
+                v[i] = shared[8 * m + i];
+            tmem_load_16x16<8>(from + 16, v);
+            tmem_load_16x32<16>(from + 32, v);
+            tmem_wait_load(v);
+        } else if (!second && c == Tile::cols / 64 - 1) {
+            MK_UNROLL for (uint32_t i = 0; i < 8; i++)
+                v[24 + i] = shared[8 * m + i];
+            tmem_load_16x32<0>(from, v);
+            tmem_load_16x16<16>(from + 32, v);
+            tmem_wait_load(v);
+        } else {
+            All::read(m, c, v);
+        }
+    }
+};
 template <> struct Acc<TilePair> : PairAcc<TilePair> {};
+template <> struct Acc<TilePairScaled> : SharingAcc<TilePairScaled> {};
 
 /* As gemm_init. */
 template <class Tile> MK_DEVICE void pair_init(GemmShared<Tile> &s, uint32_t more_readers)
@@ -111,7 +179,7 @@ template <class Tile> MK_DEVICE void pair_init(GemmShared<Tile> &s, uint32_t mor
     }
     for (uint32_t i = 0; i < kMathWarpgroups; i++) {
         mbar_init(smem_addr(&s.sums_full[i]), 1);
-        mbar_init(smem_addr(&s.sums_ready[i]), kWarpsPerTile<Tile> * Tile::cluster);
+        mbar_init(smem_addr(&s.sums_ready[i]), kWarpsPerTile<Tile> * Tile::cluster * (Tile::scaled ? 2 : 1));
         mbar_init(smem_addr(&s.tail_landed[i]), 1);
         mbar_init(smem_addr(&s.tail_zeroed[i]), kWarpsPerTile<Tile> * Tile::cluster);
     }
@@ -151,37 +219,33 @@ template <class Tile, class Program> MK_DEVICE void pair_schedule(GemmShared<Til
 
 /* ---- load ---- */
 
+/* Scales of K block k: an atom of this CTA's rows of A, and both of B. */
+template <class Tile> MK_DEVICE void load_scales(GemmShared<Tile> &s, uint32_t stage, const GemmTask &task, const ScaledGemmInput &in, int32_t k, uint32_t leading_full)
+{
+    const int32_t x = k * (MK_SCALE_ATOM_BYTES / 2); /* mk_tensor_scales */
+    tma_load_2d_pair(smem_addr(s.scales[stage][0]), in.a_scales, x, task.row / MK_SCALE_ATOM_ROWS, leading_full);
+    tma_load_3d_pair(smem_addr(s.scales[stage][1]), in.b_low_scales, x, task.col / MK_SCALE_ATOM_ROWS, in.b_depth, leading_full);
+    tma_load_3d_pair(smem_addr(s.scales[stage][2]), in.b_high_scales, x, (task.col + in.b_high_row) / MK_SCALE_ATOM_ROWS, in.b_depth, leading_full);
+}
+
 /* This CTA's share of K block k. The leading CTA's barrier counts both shares. */
-template <class Tile> MK_DEVICE void load_pair_stage(GemmShared<Tile> &s, uint32_t stage, const GemmTask &task, const GemmInput &in, int32_t k)
+template <class Tile, class Input> MK_DEVICE void load_pair_stage(GemmShared<Tile> &s, uint32_t stage, const GemmTask &task, const Input &in, int32_t k)
 {
     const uint32_t full = smem_addr(&s.full[stage]), leading_full = cluster_addr(full, 0);
-    const int32_t x = k * (int32_t)kBlockK;
+    bool scaled = false;
+    if constexpr (Tile::scaled)
+        scaled = in.a_scales != nullptr;
+    const int32_t x = k * (int32_t)(scaled ? kRowBytes : kBlockK);
     if (cluster_rank() == 0)
-        mbar_arrive_expect_tx_release_cta(full, 2 * kPairStageBytes);
+        mbar_arrive_expect_tx_release_cta(full, scaled ? 2 * (kPairStageBytes + kStageScaleBytes) : 2 * kPairStageBytes);
+    if constexpr (Tile::scaled)
+        if (scaled)
+            load_scales(s, stage, task, in, k, leading_full);
     tma_load_2d_pair(smem_addr(s.a[stage]), in.a, x, task.row, leading_full);
     if (cluster_rank() == 0)
         tma_load_3d_pair(smem_addr(s.b[stage]), in.b_low, x, task.col, in.b_depth, leading_full);
     else
         tma_load_3d_pair(smem_addr(s.b[stage]), in.b_high, x, task.col + in.b_high_row, in.b_depth, leading_full);
-}
-
-template <class Tile, class Program> MK_DEVICE void pair_load(GemmShared<Tile> &s, Program &program)
-{
-    TaskReader<Tile> tasks;
-    RingCursor<Tile::stages> at;
-    for (;; tasks.at.next()) {
-        const GemmTask task = tasks.wait(s);
-        if (task.num_k_blocks != 0)
-            program.wait_operands(task);
-        tasks.release(s);
-        if (task.num_k_blocks == 0)
-            return;
-        const GemmInput in = program.input(task);
-        for (int32_t k = 0; k < task.num_k_blocks; k++, at.next()) {
-            wait_mbar(smem_addr(&s.empty[at.slot]), at.parity ^ 1, "gemm_load: free stage");
-            load_pair_stage(s, at.slot, task, in, k);
-        }
-    }
 }
 
 /* ---- mma ---- */
@@ -201,6 +265,19 @@ template <class Tile> MK_DEVICE void multiply_pair_stage(GemmShared<Tile> &s, ui
     const uint32_t instruction = mk_mma_descriptor_bf16(2 * Tile::rows, Tile::cols, how.a_outer, how.b_outer);
     MK_UNROLL for (uint32_t step = 0; step < kBlockK / 16; step++)
         tcgen05_mma_pair_bf16(sums, a + step * pair_next_step(how.a_outer), b + step * pair_next_step(how.b_outer), instruction, accumulate || step > 0);
+}
+
+/* The same of MXFP8: the block's scales, then four steps of 32, each with its own byte of the scales' cells. Copies and MMAs of one thread happen in the
+ * order of their issue, so one place for scales is enough. */
+template <class Tile> MK_DEVICE void multiply_scaled_stage(GemmShared<Tile> &s, uint32_t stage, uint32_t sums, uint32_t scales, bool accumulate)
+{
+    const uint64_t a = mk_operand_sm100(smem_addr(s.a[stage])), b = mk_operand_sm100(smem_addr(s.b[stage]));
+    MK_UNROLL for (uint32_t i = 0; i < kScaleAtoms; i++)
+        tcgen05_copy_scales_pair(scales + i * MK_SCALE_ATOM_COLUMNS, mk_scale_descriptor_sm100(smem_addr(s.scales[stage][i])));
+    MK_UNROLL for (uint32_t step = 0; step < kRowBytes / 32; step++)
+        tcgen05_mma_pair_mx(sums, a + step * pair_next_step(false), b + step * pair_next_step(false),
+                            mk_mma_descriptor_mx(2 * Tile::rows, Tile::cols, MK_MMA_E4M3, MK_MMA_E4M3, step, step), scales, scales + MK_SCALE_ATOM_COLUMNS,
+                            accumulate || step > 0);
 }
 
 /* The leading CTA's side of zero_tail: both CTAs' math warps are told that the block is there, and waited for. Release and acquire at cluster scope:
@@ -234,7 +311,12 @@ template <class Tile, class Tasks> MK_DEVICE void pair_mma(GemmShared<Tile> &s, 
                 tails ^= 1u << turn.slot;
             }
             tcgen05_fence_after_sync(); /* of the loads' and, at first, of the math warps' arrival */
-            multiply_pair_stage(s, at.slot, tensor_memory + turn.slot * Tile::cols, how, k > 0 || how.continues);
+            const uint32_t sums = tensor_memory + turn.slot * kSumsApart<Tile>;
+            if constexpr (Tile::scaled)
+                if (how.scaled)
+                    multiply_scaled_stage(s, at.slot, sums, tensor_memory + kFirstScaleColumn<Tile>, k > 0);
+            if (!Tile::scaled || !how.scaled)
+                multiply_pair_stage(s, at.slot, sums, how, k > 0 || how.continues);
             tcgen05_commit_pair(smem_addr(&s.empty[at.slot]), kBothCtas);
         }
         tcgen05_commit_pair(smem_addr(&s.sums_full[turn.slot]), kBothCtas);
@@ -257,6 +339,15 @@ template <class Tile> MK_DEVICE void zero_tail(GemmShared<Tile> &s, uint32_t sta
     fence_proxy_async_shared_cta(); /* plain stores, read by MMAs */
 }
 
+/* A math warp has read what a warpgroup's next MMAs overwrite, or put in what they continue. Of memory they see nothing, so the cheap arrive is enough. */
+template <class Tile> MK_DEVICE void give_up_columns(GemmShared<Tile> &s, uint32_t to_warpgroup)
+{
+    tcgen05_fence_before_sync();
+    sync_warp();
+    if (lane_idx() == 0)
+        mbar_arrive_remote_release_cta(cluster_addr(smem_addr(&s.sums_ready[to_warpgroup]), 0));
+}
+
 template <class Tile, class Epilogue, class Tasks> MK_DEVICE void pair_math(GemmShared<Tile> &s, uint32_t warpgroup, Epilogue &epilogue, const Tasks &of)
 {
     const uint32_t warp = warp_idx() - kFirstMathWarp, first_lane = warp % 4 * 32;
@@ -267,7 +358,12 @@ template <class Tile, class Epilogue, class Tasks> MK_DEVICE void pair_math(Gemm
     uint32_t tails = 0; /* parity of the next */
     uint32_t number = 0;
     Acc<Tile> acc;
-    acc.address = load(&s.tensor_memory) + mk_tmem_address(first_lane, warpgroup * Tile::cols);
+    acc.address = load(&s.tensor_memory) + mk_tmem_address(first_lane, warpgroup * kSumsApart<Tile>);
+    if constexpr (Tile::scaled) {
+        acc.second = warpgroup == 1;
+        if (acc.second)
+            give_up_columns(s, 0); /* nothing is there yet */
+    }
     for (;; tasks.at.next(), turn.next(), number++) {
         const GemmTask task = tasks.wait(s);
         const bool mine = turn.slot == warpgroup && task.num_k_blocks != 0;
@@ -286,11 +382,7 @@ template <class Tile, class Epilogue, class Tasks> MK_DEVICE void pair_math(Gemm
             of.begin(task, acc, out);
             tmem_wait_store();
         }
-        /* The next MMAs overwrite or continue what is there. Of memory they see nothing, so the cheap arrive is enough. */
-        tcgen05_fence_before_sync();
-        sync_warp();
-        if (lane_idx() == 0)
-            mbar_arrive_remote_release_cta(cluster_addr(smem_addr(&s.sums_ready[warpgroup]), 0));
+        give_up_columns(s, warpgroup);
         note_task(epilogue, number, TRACE_PRODUCT_BEGINS);
         if (!only_helps(task))
             of.meanwhile(task, out);
@@ -304,6 +396,10 @@ template <class Tile, class Epilogue, class Tasks> MK_DEVICE void pair_math(Gemm
         }
         wait_mbar_cluster(smem_addr(&s.sums_full[warpgroup]), turn.parity, "gemm_math: finished sums");
         tcgen05_fence_after_sync();
+        if constexpr (Tile::scaled) {
+            acc.take_shared();
+            give_up_columns(s, warpgroup ^ 1);
+        }
         note_task(epilogue, number, TRACE_EPILOGUE_BEGINS);
         if (!only_helps(task))
             epilogue(task, acc, out);

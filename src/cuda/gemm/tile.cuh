@@ -83,6 +83,10 @@ struct GemmInput {
     int32_t b_high_row;                    /* the second half starts at row col + b_high_row of b_high */
     int32_t b_depth;                       /* index along E */
 };
+/* The same of e4m3 operands (pair.cuh), and their scales, atom by atom (mk_tensor_scales). No a_scales: this task's operands are bf16. */
+struct ScaledGemmInput : GemmInput {
+    const mk_tensor_map *a_scales, *b_low_scales, *b_high_scales;
+};
 
 /* What a math warp needs to bring out its share of a tile. */
 struct WarpOut {
