@@ -244,7 +244,8 @@ typedef struct mok_provider {
 MOK_API mok_status mok_group_create(const mok_provider *provider, int32_t rank, int32_t num_ranks, mok_group **group);
 
 /* Ranks are processes, with one GPU each or none; the library makes the symmetric memory: shared memory on the cpu backend, CUDA virtual
- * memory on cuda. Collective, blocks. The caller brings one function.
+ * memory on cuda. Collective, blocks. The caller brings one function. Two ranks on one GPU: only with MOK_SHARE_GPU=1 in the environment, for tests
+ * (docs/operations.md).
  *
  * Ranks on one machine find each other through all_gather, once, inside this call; afterwards everything that crosses ranks on the host is
  * bounded by mok_config.timeout_ms and names who is missing, and a process that ends is noticed at once. Ranks on several machines of one

@@ -149,4 +149,37 @@ TEST(S8_more_processes_than_devices_is_told_to_all_ranks)
     run_job(&j, absent_device_body);
 }
 
+/* --- two processes on one GPU ------------------------------------------------------------------------------------------------- */
+static void one_gpu_body(process_env *pe)
+{
+    job *j = pe->user;
+    ranks_env *e = &pe->env;
+    bool allowed = j->want == MOK_OK;
+    fake_reset(1);
+    if (allowed)
+        setenv("MOK_SHARE_GPU", "1", 1);
+    RANKS_OK(device_group(pe, 0));
+    CHECK_EQ(process_workspace(pe, &j->cfg), j->want);
+    snprintf(pe->board->report[e->rank].sentence, 512, "%s", allowed ? "" : mok_last_error());
+    if (allowed) { /* each GPU context has its own turns: the barrier is the kernel's, as with a GPU for each rank */
+        void *schedule = NULL;
+        RANKS_OK(mok_memory_alloc(e->w, (size_t)e->plan.schedule_bytes, &schedule));
+        mok_schedule_args s = MOK_INIT(mok_schedule_args);
+        s.schedule = schedule;
+        RANKS_OK(mok_schedule(e->w, &s, NULL));
+        CHECK_EQ(strcmp(fake.log[1].name, "mok_rank_barrier"), 0);
+        CHECK_EQ(fake.event_waits, 0);
+        mok_memory_free(e->w, schedule);
+    }
+    process_leave(pe);
+    check_nothing_left();
+}
+
+TEST(two_processes_on_one_gpu_are_refused_unless_asked_for)
+{
+    job refused = {.want = MOK_E_UNSUPPORTED, .words = "ranks 0 and 1 share a GPU (device 0 of rank 0) in processes of their own"}, allowed = {.want = MOK_OK};
+    run_job(&refused, one_gpu_body);
+    run_job(&allowed, one_gpu_body);
+}
+
 int main(int argc, char **argv) { return test_main(argc, argv); }
