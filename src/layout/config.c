@@ -209,6 +209,8 @@ mok_status mk_resolve(mok_config *c, int32_t num_ranks, int32_t rank, mk_machine
     d->experts_first = mk_expert_first(c->num_experts, num_ranks, rank);
     d->experts_count = mk_expert_first(c->num_experts, num_ranks, rank + 1) - d->experts_first;
     d->mx = c->dtype == MOK_MXFP8;
+    d->mx_wide = d->mx && machine.num_sms > 0;
+    d->mx_wgrad = d->mx && !c->mx_wgrad_bf16;
     d->ring_tiles = c->ring_rows / MK_ROW_TILE;
     d->mb_tiles_fwd = c->minibatch_rows / MK_ROW_TILE;
     d->mb_tiles_bwd = c->minibatch_rows_bwd / MK_ROW_TILE;

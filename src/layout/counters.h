@@ -13,7 +13,7 @@
     X(TILE, s2_tasks_done, "s2_gate_up: h, gate, up of some columns", "s4_down, s4_down_bwd, s1_dispatch into the slot", "grid.gate_up") \
     X(TILE, s4_tasks_done, "s4_down: y of some columns is pushed", "s2_gate_up into the slot", "grid.down")            \
     X(TILE, s4_bwd_tasks_done, "s4_down_bwd: dgate, dup, w h of some columns", "s2_gate_up_bwd, wgrad", "grid.dgrad_down") \
-    X(TILE, s2_bwd_tasks_done, "s2_gate_up_bwd: dx of some columns is pushed", "s1_dispatch into the slot", "grid.dgrad_gate_up") \
+    X(TILE, s2_bwd_tasks_done, "s2_gate_up_bwd: dx of some columns is pushed", "s1_dispatch into the slot, wgrad in MXFP8", "grid.dgrad_gate_up") \
     X(PIECE, wgrad_tasks_done, "wgrad: some of a weight gradient's piece", "the piece after it, s1_dispatch into the slots", "grid.wgrad") \
     X(SHARED, shared_s2_tasks_done, "s2_gate_up: shared h, gate, up", "shared s4_down, s4_down_bwd", "grid.shared_gate_up") \
     X(SHARED, shared_s4_bwd_tasks_done, "s4_down_bwd: shared dgate, dup, s h", "shared s2_gate_up_bwd, shared wgrad", "grid.shared_dgrad_down")

@@ -89,7 +89,8 @@ MK_FN int mk_task_need(const mk_walk *w, const mk_table *t, const mk_dims *d, mk
         return mk_need_pick(need, &index, MK_COUNTER_s4_bwd_tasks_done, tile, tile + 1, mk_raised(g, g->dgrad_down));
     case MK_TASK_WGRAD: {
         const mk_piece *piece = &t->pieces[tile];
-        return mk_need_pick(need, &index, MK_COUNTER_s4_bwd_tasks_done, piece->tile_first, piece->tile_end, mk_raised(g, g->dgrad_down)) ||
+        return (g->wgrad_waits ? mk_need_pick(need, &index, MK_COUNTER_s2_bwd_tasks_done, piece->tile_first, piece->tile_end, mk_raised(g, g->dgrad_gate_up))
+                               : mk_need_pick(need, &index, MK_COUNTER_s4_bwd_tasks_done, piece->tile_first, piece->tile_end, mk_raised(g, g->dgrad_down))) ||
                mk_need_pick(need, &index, MK_COUNTER_wgrad_tasks_done, piece->after, piece->after + 1, piece->after >= 0 ? mk_raised(g, g->wgrad) : 0);
     }
     default: return 0;

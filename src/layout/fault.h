@@ -41,6 +41,7 @@ typedef struct mk_device_state {
     int64_t row_moves_peer;  /* by s1: rows of H pulled from peers; a backward moves two for a table row, or one */
     int64_t rows_replayed, wgrad_continued; /* by mok_backward_fused and mok_call_check */
     int64_t bytes_pushed_peer, rows_padding, ring_rotations; /* by mok_call_check, from the head of the schedule that a pass is about to use */
+    int64_t mx_not_finite;   /* MXFP8: by whoever quantises */
     int64_t done[5];      /* by mk_operation: calls not skipped. A schedule counts once its head is written, a pass at mok_call_check */
     uint64_t first_bad_id; /* s0: smallest (rank, route) with an id out of range; ~0: none */
     mk_missing_counter missing; /* of given_up: the first of them */

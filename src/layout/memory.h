@@ -39,6 +39,10 @@ typedef struct mk_call_head {
 #define MK_RING_ROWS(d) ((d)->ring_tiles * MK_ROW_TILE)
 #define MK_SLOTS(d) ((d)->max_tokens * (d)->topk)
 #define MK_MAX_PIECES(d) ((d)->experts_count + mk_ceil_div((d)->capacity_tiles, (d)->mb_tiles_bwd))
+/* MXFP8 on a GPU (mk_dims.mx_wide): rows of the ring, and numbers of a routed weight matrix, that are kept widened. */
+#define MK_WIDE_ROWS(d) ((d)->mx_wide ? MK_RING_ROWS(d) : 0)
+#define MK_WIDE_WGRAD_ROWS(d) ((d)->mx_wgrad ? MK_WIDE_ROWS(d) : 0)
+#define MK_WIDE_WEIGHTS(d) ((d)->mx_wide ? (d)->experts_count * (d)->hidden * (d)->intermediate : 0)
 #define MK_SHARED_ROWS(d) ((d)->shared_intermediate ? (d)->max_tokens : 0)
 #define MK_SHARED_TILES(d) mk_ceil_div(MK_SHARED_ROWS(d), MK_ROW_TILE)
 
@@ -65,6 +69,16 @@ typedef struct mk_call_head {
     X(LOCAL, shared_scale, 4, MK_SHARED_ROWS(d))                            /* [T] fp32: s */                               \
     X(LOCAL, shared_dpartial, 4, MK_SHARED_ROWS(d) * ((d)->shared_intermediate / MK_DW_GROUP)) /* [T, Is/64] fp32 */        \
     X(LOCAL, wgrad_partial, 4, 3 * (d)->hidden * (d)->intermediate)         /* fp32 sums of the one expert that is cut */   \
+    X(LOCAL, wide_dgate, 2, MK_WIDE_ROWS(d) * (d)->intermediate) /* [ring, I] bf16: dgate as dx_k's product sees it: quantised along I */ \
+    X(LOCAL, wide_dup, 2, MK_WIDE_ROWS(d) * (d)->intermediate)   /* as wide_dgate */                                        \
+    X(LOCAL, wide_x, 2, MK_WIDE_WGRAD_ROWS(d) * (d)->hidden)     /* [ring, H] bf16: x as weight gradients see it: quantised along the rows */ \
+    X(LOCAL, wide_dout, 2, MK_WIDE_WGRAD_ROWS(d) * (d)->hidden)  /* as wide_x */                                            \
+    X(LOCAL, wide_gate, 2, MK_WIDE_WEIGHTS(d))                   /* [El, I, H] bf16: gate weights, quantised along H */     \
+    X(LOCAL, wide_up, 2, MK_WIDE_WEIGHTS(d))                     /* as wide_gate */                                         \
+    X(LOCAL, wide_down, 2, MK_WIDE_WEIGHTS(d))                   /* [El, H, I] bf16: down weights, quantised along I */     \
+    X(LOCAL, wide_gate_bwd, 2, MK_WIDE_WEIGHTS(d))               /* [El, I, H] bf16: gate weights, quantised along I */     \
+    X(LOCAL, wide_up_bwd, 2, MK_WIDE_WEIGHTS(d))                 /* as wide_gate_bwd */                                     \
+    X(LOCAL, wide_down_bwd, 2, MK_WIDE_WEIGHTS(d))               /* [El, H, I] bf16: down weights, quantised along H */     \
     X(LOCAL, counters, 4, MK_NUM_TILE_COUNTERS * (d)->capacity_tiles + MK_MAX_PIECES(d) +                                   \
                           MK_NUM_SHARED_COUNTERS * MK_SHARED_TILES(d))      /* layout/counters.h, in its order */           \
     X(LOCAL, device_state, sizeof(mk_device_state), 1)                      /* layout/fault.h; cuda only */                \

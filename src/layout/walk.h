@@ -56,6 +56,7 @@ typedef struct mk_grid {
     int32_t dispatch, gate_up, down, dgrad_down, dgrad_gate_up;                   /* per table tile */
     int32_t wgrad;                                                                /* per piece */
     int32_t group_tiles; /* so many tiles take turns at each part, so that they share weights in a cache; 0 stands for 1 */
+    int32_t wgrad_waits; /* 1: dgrad_gate_up also makes the weight gradients' operands of its tile */
     int32_t raises;      /* how often one finished GEMM task raises its counter (CTAs x warps on a GPU); 0 stands for 1 */
 } mk_grid;
 

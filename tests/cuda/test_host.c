@@ -612,17 +612,17 @@ TEST(KN_weights_are_refused_at_creation_by_all_ranks)
 }
 
 /* --- ranks that share a GPU ------------------------------------------------------------------------------------------------ */
-TEST(A9_MXFP8_is_refused_at_creation_by_all_ranks)
+TEST(a_forward_in_MXFP8_quantises_the_tokens_and_widens_the_weights)
 {
     static const int32_t devices[] = {0, 1};
     mok_config cfg = small_config();
     cfg.dtype = MOK_MXFP8;
     fake_reset(2);
-    EXPECT(run_ranks(2, devices, &cfg, 4, NULL), MOK_E_UNSUPPORTED);
-    for (int r = 0; r < 2; r++) {
-        CHECK_EQ(envs[r].status, MOK_E_UNSUPPORTED);
-        CHECK_STR(envs[r].error, "dtype MOK_MXFP8: backend cuda does not compute in it yet; use MOK_BF16, or backend cpu");
-    }
+    EXPECT(run_ranks(2, devices, &cfg, 300, schedule_and_forward), MOK_OK);
+    CHECK_EQ(count_launches("mok_mx_quantise_rows"), 2);
+    CHECK_EQ(count_launches("mok_mx_widen_weights"), 2 * 3);
+    CHECK(count_launches("mok_s1_dispatch_mx") > 0);
+    CHECK_EQ(count_launches("mok_s1_dispatch"), 0);
     check_nothing_left();
 }
 

@@ -8,6 +8,7 @@
 #define MK_KERNEL(threads) __global__ void __launch_bounds__(threads, 1)
 #define MK_KERNEL_PARAM const __grid_constant__
 #define MK_UNROLL _Pragma("unroll")
+#define MK_ROLLED _Pragma("unroll 1") /* a loop that costs the registers of one round */
 /* Kernels that the host finds by name. */
 #define MK_ENTRY extern "C"
 

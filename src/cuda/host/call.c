@@ -75,6 +75,14 @@ static mok_status follow_last_call(cuda_call *c)
 /* What a call tells the others: every pointer may be NULL. */
 typedef struct call_inputs { const void *expert_ids, *x, *dout, *router_weights; } call_inputs;
 
+/* This rank's tokens, quantised once for all who pull them. */
+static mok_status publish_mx(const cuda_call *c, const void *tokens, int64_t place)
+{
+    mk_mx_rows_params p = {.bf16 = (void *)(uintptr_t)tokens, .rows = c->w->heap + place, .num_rows = c->open.num_tokens, .cols = c->w->dims.hidden,
+                           .not_finite = (uint64_t *)(void *)(c->w->local + c->w->memory.device_state + offsetof(mk_device_state, mx_not_finite))};
+    return launch(c, MK_CUDA_mok_mx_quantise_rows, blocks_for(c, mk_ceil_div(p.num_rows, 8)), &p, 0);
+}
+
 static mok_status open_call(cuda_call *c, call_inputs in)
 {
     int64_t tokens = c->open.num_tokens;
@@ -84,10 +92,13 @@ static mok_status open_call(cuda_call *c, call_inputs in)
     MK_TRY(launch(c, MK_CUDA_mok_call_open, 1, &c->open, 0));
     if (!tokens || c->refused)
         return MOK_OK;
-    mk_publish_params publish = {.rank = c->s->rank, .num_tokens = tokens, .expert_ids = in.expert_ids, .x = in.x, .dout = in.dout,
+    bool mx = c->w->dims.mx;
+    mk_publish_params publish = {.rank = c->s->rank, .num_tokens = tokens, .expert_ids = in.expert_ids, .x = mx ? NULL : in.x, .dout = mx ? NULL : in.dout,
                                  .router_weights = in.router_weights};
-    int64_t bytes = tokens * (in.x ? c->w->dims.hidden * (in.dout ? 4 : 2) : c->w->dims.topk * 4);
-    return launch(c, MK_CUDA_mok_publish, blocks_for(c, mk_ceil_div(bytes, COPY_BYTES_PER_BLOCK)), &publish, 0);
+    int64_t bytes = tokens * (publish.x ? c->w->dims.hidden * (in.dout ? 4 : 2) : c->w->dims.topk * 4);
+    MK_TRY(launch(c, MK_CUDA_mok_publish, blocks_for(c, mk_ceil_div(bytes, COPY_BYTES_PER_BLOCK)), &publish, 0));
+    MK_TRY(mx && in.x ? publish_mx(c, in.x, c->w->memory.x) : MOK_OK);
+    return mx && in.dout ? publish_mx(c, in.dout, c->w->memory.dout) : MOK_OK;
 }
 
 /* A rank that has failed (`status`) still tells those that it meets on the host. A rank alone has the order of its stream. */
@@ -163,6 +174,22 @@ static mok_status run_schedule(cuda_call *c, const mok_schedule_args *a)
     return c->skip ? MOK_OK : launch_s0(c, a);
 }
 
+/* --- MXFP8: the widened copies of the routed weights that a call multiplies with --------------------------------------------- */
+static mok_status widen_weight(const cuda_call *c, const mok_weights *weights, int matrix, mk_quant quant)
+{
+    mk_mx_weight_params p = mk_cuda_mx_weight(c->w, weights, matrix, quant);
+    return launch(c, MK_CUDA_mok_mx_widen_weights, blocks_for(c, mk_ceil_div(p.count * p.rows * p.cols, 8 * 8 * 256)), &p, 0);
+}
+
+static mok_status widen_weights(const cuda_call *c, const mok_weights *weights, mk_quant quant, bool gate_up, bool down)
+{
+    if (!c->w->dims.mx || !c->w->dims.capacity_tiles)
+        return MOK_OK;
+    MK_TRY(gate_up ? widen_weight(c, weights, MK_GRAD_GATE, quant) : MOK_OK);
+    MK_TRY(gate_up ? widen_weight(c, weights, MK_GRAD_UP, quant) : MOK_OK);
+    return down ? widen_weight(c, weights, MK_GRAD_DOWN, quant) : MOK_OK;
+}
+
 /* --- forward and recompute -------------------------------------------------------------------------------------------- */
 static mk_gemm_params gemm_params(const cuda_call *c, mk_gemm_id id, const mok_forward_args *a)
 {
@@ -203,7 +230,7 @@ static mok_status launch_steps(cuda_call *c, const mok_forward_args *a, bool dow
     for (int64_t step = 0; step < steps; step++) {
         dispatch.step = (int32_t)step;
         dispatch.ticket = c->launches++ & 1;
-        MK_TRY(launch(c, MK_CUDA_mok_s1_dispatch, dispatch_blocks, &dispatch, step));
+        MK_TRY(launch(c, d->mx ? MK_CUDA_mok_s1_dispatch_mx : MK_CUDA_mok_s1_dispatch, dispatch_blocks, &dispatch, step));
         MK_TRY(launch_gemm(c, MK_GEMM_GATE_UP, &gate_up, d->mb_tiles_fwd, step));
         if (down)
             MK_TRY(launch_gemm(c, MK_GEMM_DOWN, &down_params, d->mb_tiles_fwd, step));
@@ -230,10 +257,11 @@ static mok_status launch_fused(cuda_call *c, const mok_forward_args *a)
         p.shared_h = g[MK_GEMM_SHARED_DOWN].a;
         p.shared_down = g[MK_GEMM_SHARED_DOWN].b_low;
     }
-    int64_t clusters = mk_max(c->s->device->kernels.max_clusters[MK_CUDA_mok_forward_fused] - c->s->reserve_clusters, 1);
+    const mk_cuda_kernel kernel = d->mx ? MK_CUDA_mok_forward_fused_mx : MK_CUDA_mok_forward_fused;
+    int64_t clusters = mk_max(c->s->device->kernels.max_clusters[kernel] - c->s->reserve_clusters, 1);
     if (c->s->device->blackwell)
         clusters *= LAUNCH_ROUNDS;
-    return launch(c, MK_CUDA_mok_forward_fused, clusters * mk_cuda_kernel_shapes[MK_CUDA_mok_forward_fused].cluster, &p, 0);
+    return launch(c, kernel, clusters * mk_cuda_kernel_shapes[kernel].cluster, &p, 0);
 }
 
 static mok_status launch_stages(cuda_call *c, const mok_forward_args *a, bool forward)
@@ -241,6 +269,7 @@ static mok_status launch_stages(cuda_call *c, const mok_forward_args *a, bool fo
     const mk_dims *d = &c->w->dims;
     if (!forward && !d->saved_tiles) /* a context without rows */
         return MOK_OK;
+    MK_TRY(widen_weights(c, &a->weights, MK_QUANT_FORWARD, true, forward));
     if (forward && c->s->fused)
         return launch_fused(c, a);
     if (d->shared_intermediate && a->num_tokens)

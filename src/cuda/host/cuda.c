@@ -219,6 +219,15 @@ static mok_status check_weight(const mok_workspace *w, const char *name, const m
     return check_memory(w, name, used ? m->packed : NULL, 16);
 }
 
+/* A routed weight: packed alone, or in MXFP8 with up to three more parts. */
+static mok_status check_routed(const mok_workspace *w, const char *name, const mok_weight *m, bool used)
+{
+    MK_TRY(check_weight(w, name, m, used));
+    MK_TRY(check_memory(w, name, used ? m->scales : NULL, 16));
+    MK_TRY(check_memory(w, name, used ? m->transposed : NULL, 16));
+    return check_memory(w, name, used ? m->transposed_scales : NULL, 16);
+}
+
 static mok_status check_schedule(const mok_workspace *w, const mok_schedule_args *a)
 {
     MK_TRY(check_memory(w, "expert_ids", a->num_tokens ? a->expert_ids : NULL, 4));
@@ -237,9 +246,9 @@ static mok_status check_forward(const mok_workspace *w, const mok_forward_args *
     MK_TRY(check_memory(w, "router_weights", a->num_tokens && down ? a->router_weights : NULL, w->config.router_dtype == MOK_BF16 ? 2 : 4));
     MK_TRY(check_memory(w, "out", a->num_tokens && down ? a->out : NULL, 16));
     MK_TRY(check_memory(w, "shared_output_gate", w->config.shared_gate ? m->shared_output_gate : NULL, 16));
-    MK_TRY(check_weight(w, "weights.gate", &m->gate, routed));
-    MK_TRY(check_weight(w, "weights.up", &m->up, routed));
-    MK_TRY(check_weight(w, "weights.down", &m->down, routed && down));
+    MK_TRY(check_routed(w, "weights.gate", &m->gate, routed));
+    MK_TRY(check_routed(w, "weights.up", &m->up, routed));
+    MK_TRY(check_routed(w, "weights.down", &m->down, routed && down));
     MK_TRY(check_weight(w, "weights.shared_gate", &m->shared_gate, shared));
     MK_TRY(check_weight(w, "weights.shared_up", &m->shared_up, shared));
     return check_weight(w, "weights.shared_down", &m->shared_down, shared && down);
@@ -266,9 +275,9 @@ static mok_status check_backward(const mok_workspace *w, const mok_backward_args
     MK_TRY(check_memory(w, "dx", data ? a->dx : NULL, 16));
     MK_TRY(check_memory(w, "drouter_weights", data ? a->drouter_weights : NULL, router));
     MK_TRY(check_memory(w, "shared_output_gate", w->config.shared_gate ? m->shared_output_gate : NULL, 16));
-    MK_TRY(check_weight(w, "weights.gate", &m->gate, routed));
-    MK_TRY(check_weight(w, "weights.up", &m->up, routed));
-    MK_TRY(check_weight(w, "weights.down", &m->down, routed));
+    MK_TRY(check_routed(w, "weights.gate", &m->gate, routed));
+    MK_TRY(check_routed(w, "weights.up", &m->up, routed));
+    MK_TRY(check_routed(w, "weights.down", &m->down, routed));
     MK_TRY(check_weight(w, "weights.shared_gate", &m->shared_gate, shared));
     MK_TRY(check_weight(w, "weights.shared_up", &m->shared_up, shared));
     MK_TRY(check_weight(w, "weights.shared_down", &m->shared_down, shared));
@@ -286,12 +295,12 @@ static mok_status encode_maps(mok_workspace *w, const mok_forward_args *a, bool 
 {
     bool routed = w->dims.capacity_tiles > 0, shared = w->dims.shared_intermediate > 0 && a->num_tokens > 0;
     if (routed)
-        MK_TRY(mk_cuda_encode_gemm(w, MK_GEMM_GATE_UP, &a->weights, a->num_tokens));
+        MK_TRY(mk_cuda_encode_gemm(w, MK_GEMM_GATE_UP, &a->weights, a->x, a->num_tokens));
     if (routed && down)
-        MK_TRY(mk_cuda_encode_gemm(w, MK_GEMM_DOWN, &a->weights, a->num_tokens));
+        MK_TRY(mk_cuda_encode_gemm(w, MK_GEMM_DOWN, &a->weights, a->x, a->num_tokens));
     if (shared)
-        MK_TRY(mk_cuda_encode_gemm(w, MK_GEMM_SHARED_GATE_UP, &a->weights, a->num_tokens));
-    return shared && down ? mk_cuda_encode_gemm(w, MK_GEMM_SHARED_DOWN, &a->weights, a->num_tokens) : MOK_OK;
+        MK_TRY(mk_cuda_encode_gemm(w, MK_GEMM_SHARED_GATE_UP, &a->weights, a->x, a->num_tokens));
+    return shared && down ? mk_cuda_encode_gemm(w, MK_GEMM_SHARED_DOWN, &a->weights, a->x, a->num_tokens) : MOK_OK;
 }
 
 static mok_status check_entered(mok_workspace *w, const mk_call *call)
@@ -300,6 +309,8 @@ static mok_status check_entered(mok_workspace *w, const mk_call *call)
     MK_TRY(mk_cuda_take_fault(w, NULL));
     if (call->operation == MK_OP_SCHEDULE)
         return check_schedule(w, &call->schedule);
+    if (call->operation == MK_OP_BACKWARD && w->dims.mx)
+        return mk_fail(MOK_E_UNSUPPORTED, "dtype MOK_MXFP8: backend cuda has no backward in it yet; use MOK_BF16, or backend cpu");
     if (call->operation == MK_OP_BACKWARD) {
         MK_TRY(check_backward(w, &call->backward));
         return mk_cuda_encode_backward(w, &call->backward.weights, call->num_tokens);
@@ -321,7 +332,7 @@ static mok_status check(mok_workspace *w, const mk_call *call)
 static void read_stats(mok_workspace *w, const mk_device_state *d)
 {
     mok_stats *to = &w->stats;
-    int64_t row = 2 * w->dims.hidden;
+    int64_t row = MK_ROW_BYTES(&w->dims, w->dims.hidden);
     to->schedules = d->done[MK_OP_SCHEDULE];
     to->forwards = d->done[MK_OP_FORWARD];
     to->recomputes = d->done[MK_OP_RECOMPUTE];
@@ -334,6 +345,7 @@ static void read_stats(mok_workspace *w, const mk_device_state *d)
     to->ring_rotations = d->ring_rotations;
     to->rows_replayed = d->rows_replayed;
     to->wgrad_continued = d->wgrad_continued;
+    to->mx_not_finite = d->mx_not_finite;
     to->bytes_pulled_peer = d->row_moves_peer * row;
     to->bytes_pushed_peer = d->bytes_pushed_peer;
 }
@@ -419,4 +431,5 @@ const mk_backend mk_backend_cuda = {
     .stage_times_read = mk_cuda_times_read,
     .link_move = mk_cuda_link_move,
     .mx_quantise = mk_cuda_mx_quantise,
+    .mxfp8 = true,
 };

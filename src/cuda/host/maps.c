@@ -32,7 +32,8 @@ void mk_cuda_choose_tiles(mok_workspace *w, const char *wish)
         if (s->device->blackwell)
             g->narrow = false;
         if (gate_up)
-            g->kernel = g->narrow ? MK_CUDA_mok_s2_gate_up_narrow : MK_CUDA_mok_s2_gate_up_wide;
+            g->kernel = w->dims.mx && id == MK_GEMM_GATE_UP ? (g->narrow ? MK_CUDA_mok_s2_gate_up_narrow_mx : MK_CUDA_mok_s2_gate_up_wide_mx)
+                                                            : (g->narrow ? MK_CUDA_mok_s2_gate_up_narrow : MK_CUDA_mok_s2_gate_up_wide);
         else
             g->kernel = g->narrow ? MK_CUDA_mok_s4_down_narrow : MK_CUDA_mok_s4_down_wide;
         int32_t cols = g->narrow ? COLS_NARROW : COLS_WIDE;
@@ -43,12 +44,23 @@ void mk_cuda_choose_tiles(mok_workspace *w, const char *wish)
     }
 }
 
-/* The weights as stacks [experts, rows, cols]: gate and up may be halves of one matrix, or its even and odd rows. */
-static void describe_weights(const mok_workspace *w, mk_gemm_id id, const mok_weights *m, uint32_t box, mk_tensor *low, mk_tensor *high)
+/* The weights as stacks [experts, rows, cols]: gate and up may be halves of one matrix, or its even and odd rows. Routed ones of MXFP8: the
+ * widened copies; backward: those that dgrad multiplies with. */
+static void describe_weights(const mok_workspace *w, mk_gemm_id id, const mok_weights *m, bool backward, uint32_t box, mk_tensor *low, mk_tensor *high)
 {
     const mk_dims *d = &w->dims;
     bool shared = is_shared(id);
     uint64_t experts = shared ? 1 : (uint64_t)d->experts_count, width = (uint64_t)width_of(d, id), hidden = (uint64_t)d->hidden;
+    if (d->mx && !shared) {
+        const mk_memory *o = &w->memory;
+        if (is_gate_up(id)) {
+            *low = mk_tensor_operand(w->local + (backward ? o->wide_gate_bwd : o->wide_gate), hidden, width, experts, box);
+            *high = mk_tensor_operand(w->local + (backward ? o->wide_up_bwd : o->wide_up), hidden, width, experts, box);
+        } else {
+            *low = *high = mk_tensor_operand(w->local + (backward ? o->wide_down_bwd : o->wide_down), width, hidden, experts, box);
+        }
+        return;
+    }
     if (!is_gate_up(id)) {
         *low = *high = mk_tensor_operand(shared ? m->shared_down.packed : m->down.packed, width, hidden, experts, box);
         return;
@@ -67,8 +79,8 @@ static void describe_weights(const mok_workspace *w, mk_gemm_id id, const mok_we
         low->stride_bytes[0] = high->stride_bytes[0] = 2 * hidden * 2;
 }
 
-/* The rows that come in: ring_x or ring_h; for the shared expert this rank's tokens, as published, or shared_h. */
-static mk_tensor describe_rows(const mok_workspace *w, mk_gemm_id id, int64_t num_tokens)
+/* The rows that come in: ring_x or ring_h; for the shared expert this rank's tokens, as published (MXFP8: as the caller has them), or shared_h. */
+static mk_tensor describe_rows(const mok_workspace *w, mk_gemm_id id, const void *x, int64_t num_tokens)
 {
     const mk_memory *m = &w->memory;
     const mk_cuda_state *s = w->state;
@@ -77,7 +89,7 @@ static mk_tensor describe_rows(const mok_workspace *w, mk_gemm_id id, int64_t nu
     switch (id) {
     case MK_GEMM_GATE_UP: address = w->local + m->ring_x; break;
     case MK_GEMM_DOWN: address = w->local + m->ring_h; break;
-    case MK_GEMM_SHARED_GATE_UP: address = w->heap + m->x; break;
+    case MK_GEMM_SHARED_GATE_UP: address = w->dims.mx ? x : w->heap + m->x; break;
     default: address = w->local + m->shared_h; break;
     }
     return mk_tensor_operand(address, cols, (uint64_t)(is_shared(id) ? num_tokens : MK_RING_ROWS(&w->dims)), 0,
@@ -108,13 +120,13 @@ static mok_status encode(mk_cuda_state *s, mk_tensor_map *map, const mk_tensor *
     return MOK_OK;
 }
 
-mok_status mk_cuda_encode_gemm(mok_workspace *w, mk_gemm_id id, const mok_weights *weights, int64_t num_tokens)
+mok_status mk_cuda_encode_gemm(mok_workspace *w, mk_gemm_id id, const mok_weights *weights, const void *x, int64_t num_tokens)
 {
     static const char *const names[MK_NUM_GEMMS][2] = {{"gate", "up"}, {"down", "down"}, {"shared_gate", "shared_up"}, {"shared_down", "shared_down"}};
     mk_cuda_state *s = w->state;
     mk_cuda_gemm *g = &s->gemm[id];
-    mk_tensor a = describe_rows(w, id, num_tokens), low, high;
-    describe_weights(w, id, weights, (uint32_t)(g->narrow ? COLS_NARROW : COLS_WIDE) / 2, &low, &high);
+    mk_tensor a = describe_rows(w, id, x, num_tokens), low, high;
+    describe_weights(w, id, weights, false, (uint32_t)(g->narrow ? COLS_NARROW : COLS_WIDE) / 2, &low, &high);
     MK_TRY(encode(s, &g->a, &a, "the rows"));
     MK_TRY(encode(s, &g->b_low, &low, names[id][0]));
     return encode(s, &g->b_high, &high, names[id][1]);
@@ -150,8 +162,8 @@ static mok_status encode_backward_half(mok_workspace *w, const mok_weights *weig
         mk_tensor rows = describe_backward_rows(w, (mk_backward_map)i, shared, num_tokens);
         MK_TRY(encode(s, &maps[i], &rows, names[i]));
     }
-    describe_weights(w, shared ? MK_GEMM_SHARED_GATE_UP : MK_GEMM_GATE_UP, weights, BOX_BACKWARD, &gate, &up);
-    describe_weights(w, shared ? MK_GEMM_SHARED_DOWN : MK_GEMM_DOWN, weights, BOX_BACKWARD, &down, &other);
+    describe_weights(w, shared ? MK_GEMM_SHARED_GATE_UP : MK_GEMM_GATE_UP, weights, true, BOX_BACKWARD, &gate, &up);
+    describe_weights(w, shared ? MK_GEMM_SHARED_DOWN : MK_GEMM_DOWN, weights, true, BOX_BACKWARD, &down, &other);
     MK_TRY(encode(s, &maps[MK_MAP_WGATE], &gate, names[MK_MAP_WGATE]));
     MK_TRY(encode(s, &maps[MK_MAP_WUP], &up, names[MK_MAP_WUP]));
     return encode(s, &maps[MK_MAP_WDOWN], &down, names[MK_MAP_WDOWN]);

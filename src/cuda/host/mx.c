@@ -106,3 +106,34 @@ mok_status mk_cuda_mx_quantise(const mok_mx_quantise_args *a, void *stream)
     mk_cuda_leave(device);
     return status;
 }
+
+/* --- a layer's weights, widened --------------------------------------------------------------------------------------- */
+static char *wide_copy(const mok_workspace *w, int matrix, mk_quant quant)
+{
+    const mk_memory *m = &w->memory;
+    const int64_t place[2][MK_NUM_GRADS] = {{m->wide_gate, m->wide_up, m->wide_down}, {m->wide_gate_bwd, m->wide_up_bwd, m->wide_down_bwd}};
+    return w->local + place[quant == MK_QUANT_DGRAD][matrix];
+}
+
+mk_mx_weight_params mk_cuda_mx_weight(const mok_workspace *w, const mok_weights *weights, int matrix, mk_quant quant)
+{
+    const mk_dims *d = &w->dims;
+    bool down = matrix == MK_GRAD_DOWN, one = !down && w->config.gate_up != MOK_GATE_UP_SEPARATE, interleaved = one && w->config.gate_up == MOK_GATE_UP_INTERLEAVED;
+    const mok_weight *weight = down ? &weights->down : matrix == MK_GRAD_UP && !one ? &weights->up : &weights->gate;
+    int64_t rows = down ? d->hidden : d->intermediate, cols = down ? d->intermediate : d->hidden;
+    int64_t first = one && matrix == MK_GRAD_UP ? (interleaved ? 1 : rows) : 0; /* row of the stored matrix */
+    mk_mx_weight_params p = {.wide = (uint16_t *)(void *)wide_copy(w, matrix, quant), .count = d->experts_count, .rows = rows, .cols = cols,
+                             .stored_rows = one ? 2 * rows : rows, .first_row = first};
+    if (mk_mx_is_quantised(weight)) {
+        p.form = quant == MK_QUANT_DGRAD ? MK_MX_TURNED : MK_MX_QUANTISED;
+        p.source = quant == MK_QUANT_DGRAD ? weight->transposed : weight->packed;
+        p.scales = quant == MK_QUANT_DGRAD ? weight->transposed_scales : weight->scales;
+        return p;
+    }
+    p.form = quant == MK_QUANT_DGRAD ? MK_MX_BF16_DOWN : MK_MX_BF16_ALONG;
+    p.source = weight->packed;
+    p.matrix_elements = p.stored_rows * cols;
+    p.offset = first * cols;
+    p.row_stride = interleaved ? 2 * cols : cols;
+    return p;
+}

@@ -3,7 +3,7 @@
  *   cuda.c    the backend table: open, close, check, wait, stats, memory
  *   call.c    one call: which kernels, in which order, with which parameters and grids
  *   maps.c    the tensor maps of the GEMMs
- *   mx.c      quantisation of weights, without a workspace
+ *   mx.c      quantisation of weights, without a workspace; widened copies of a layer's weights
  *   meet.c    the barrier of ranks that share a GPU
  *   times.c   how long each stage took, for benchmarks
  *   link.c    the link by itself, for benchmarks
@@ -85,7 +85,7 @@ typedef struct mk_cuda_state {
 /* maps.c */
 /* wish: "wide", "narrow" or NULL. A fused forward has the narrow tile whatever the wish. */
 void mk_cuda_choose_tiles(mok_workspace *w, const char *wish);
-mok_status mk_cuda_encode_gemm(mok_workspace *w, mk_gemm_id id, const mok_weights *weights, int64_t num_tokens);
+mok_status mk_cuda_encode_gemm(mok_workspace *w, mk_gemm_id id, const mok_weights *weights, const void *x, int64_t num_tokens);
 mok_status mk_cuda_encode_backward(mok_workspace *w, const mok_weights *weights, int64_t num_tokens);
 
 /* call.c */
@@ -94,6 +94,10 @@ void mk_cuda_refuse(mok_workspace *w, mk_operation operation, uint64_t layer, mo
 
 /* mx.c */
 mok_status mk_cuda_mx_quantise(const mok_mx_quantise_args *args, void *stream);
+/* Which of a weight's two quantisations: MK_QUANT_FORWARD, what the forward (and a replay) multiplies with; _DGRAD. */
+typedef enum mk_quant { MK_QUANT_FORWARD, MK_QUANT_DGRAD } mk_quant;
+/* What makes the widened copy of one routed weight (MK_GRAD_GATE, _UP, _DOWN), out of whatever the caller gives. */
+mk_mx_weight_params mk_cuda_mx_weight(const mok_workspace *w, const mok_weights *weights, int matrix, mk_quant quant);
 
 /* meet.c: with the context current. `status` and `refused`: how this rank comes. *skip: the rest of the call does not take place,
  * because some rank refuses it or calls another operation; the device says so too. */

@@ -10,7 +10,7 @@
 /* X(stage): what launches are summed up as. */
 #define STAGE_LIST(X)                                                                                                              \
     X(publish) X(rank_barrier) X(call_check) X(s0_schedule) X(shared_scale) X(s1_dispatch) X(s2_gate_up) X(s4_down) X(s4_down_bwd) \
-    X(s2_gate_up_bwd) X(wgrad) X(fused) X(s5_combine)
+    X(s2_gate_up_bwd) X(wgrad) X(fused) X(s5_combine) X(mx_weights)
 enum {
 #define STAGE_ENUM(name) STAGE_##name,
     STAGE_LIST(STAGE_ENUM)
@@ -50,15 +50,21 @@ static int stage_of(mk_cuda_kernel kernel, mk_task_kind kind)
 {
     switch (kernel) {
     case MK_CUDA_mok_call_open:
+    case MK_CUDA_mok_mx_quantise_rows:
     case MK_CUDA_mok_publish: return STAGE_publish;
     case MK_CUDA_mok_rank_barrier: return STAGE_rank_barrier;
     case MK_CUDA_mok_call_check: return STAGE_call_check;
+    case MK_CUDA_mok_s1_dispatch_mx:
     case MK_CUDA_mok_s1_dispatch: return STAGE_s1_dispatch;
+    case MK_CUDA_mok_s2_gate_up_wide_mx:
+    case MK_CUDA_mok_s2_gate_up_narrow_mx:
     case MK_CUDA_mok_s2_gate_up_wide:
     case MK_CUDA_mok_s2_gate_up_narrow: return STAGE_s2_gate_up;
     case MK_CUDA_mok_s4_down_wide:
     case MK_CUDA_mok_s4_down_narrow: return STAGE_s4_down;
+    case MK_CUDA_mok_forward_fused_mx:
     case MK_CUDA_mok_forward_fused: return STAGE_fused;
+    case MK_CUDA_mok_mx_widen_weights: return STAGE_mx_weights;
     case MK_CUDA_mok_backward_fused: return stage_of_kind(kind);
     case MK_CUDA_mok_shared_scale: return STAGE_shared_scale;
     case MK_CUDA_mok_s5_combine:

@@ -3,12 +3,12 @@
 
 using namespace mk;
 
-MK_ENTRY MK_KERNEL(kGemmThreads) mok_forward_fused(MK_KERNEL_PARAM mk_forward_params p)
+template <bool Mx> MK_DEVICE void forward_fused(const mk_forward_params &p)
 {
     ForwardShared &s = *static_cast<ForwardShared *>(shared_base());
     uint32_t *tickets = device_state(p.rank)->tickets;
     ForwardProgram program = {p, s, mk_table_at(&p.rank.memory, p.schedule), {}, {s.yield, &tickets[2], &tickets[3]}};
-    const ForwardEpilogue epilogue = {p, program.t};
+    const ForwardEpilogue<Mx> epilogue = {p, program.t};
     const uint32_t warp = warp_idx();
     gemm_begin(s.gemm, 1, [&] { forward_init(p, s); });
     if (warp >= kFirstMathWarp) {
@@ -20,7 +20,7 @@ MK_ENTRY MK_KERNEL(kGemmThreads) mok_forward_fused(MK_KERNEL_PARAM mk_forward_pa
         if (warp < 2)
             gemm_load_or_schedule(s.gemm, warp, program);
         else if (warp == 2)
-            forward_dispatch(p, s);
+            forward_dispatch<Mx>(p, s);
         else if (warp == 3 && lane_idx() == 0)
             forward_wait(p, program.t, s);
         sync_warp();
@@ -29,3 +29,6 @@ MK_ENTRY MK_KERNEL(kGemmThreads) mok_forward_fused(MK_KERNEL_PARAM mk_forward_pa
     if (thread_idx() == 0)
         trace_close(p.rank, s.trace);
 }
+
+MK_ENTRY MK_KERNEL(kGemmThreads) mok_forward_fused(MK_KERNEL_PARAM mk_forward_params p) { forward_fused<false>(p); }
+MK_ENTRY MK_KERNEL(kGemmThreads) mok_forward_fused_mx(MK_KERNEL_PARAM mk_forward_params p) { forward_fused<true>(p); }

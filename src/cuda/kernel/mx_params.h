@@ -7,6 +7,8 @@
  *   mok_mx_quantise_turned    mk_mx_matrix_params   any x 256, MK_MX_TURNED_SHARED bytes   -> e4m3 [count, cols, rows], blocks along rows
  *   mok_mx_widen_matrix       mk_mx_matrix_params   any x 256       e4m3 [count, rows, cols] and scales -> bf16, for chips without MX units
  *
+ *   mok_mx_widen_weights      mk_mx_weight_params   any x 256       a weight in whatever form -> bf16 as a product sees it
+ *
  * All work is spread over whatever grid there is. rows and cols are multiples of 32; all pointers are multiples of 16. */
 #ifndef MK_CUDA_KERNEL_MX_PARAMS_H
 #define MK_CUDA_KERNEL_MX_PARAMS_H
@@ -28,5 +30,22 @@ typedef struct mk_mx_matrix_params {
     int64_t count, rows, cols;
     uint64_t *not_finite;   /* as above, by mok_mx_quantise_matrix and _turned: each sees all elements */
 } mk_mx_matrix_params;
+
+/* What a layer's weight is given as, and which of its quantisations is wanted. */
+typedef enum mk_mx_form {
+    MK_MX_BF16_ALONG,  /* bf16, to be quantised along the columns */
+    MK_MX_BF16_DOWN,   /* bf16, down the rows */
+    MK_MX_QUANTISED,   /* e4m3 [count, stored_rows, cols] and scales, blocks along the columns */
+    MK_MX_TURNED       /* e4m3 [count, cols, stored_rows] and scales, blocks along the stored rows */
+} mk_mx_form;
+
+typedef struct mk_mx_weight_params {
+    const void *source, *scales;
+    uint16_t *wide;                               /* [count, rows, cols] bf16 */
+    int64_t count, rows, cols;
+    int64_t matrix_elements, offset, row_stride;  /* bf16: from one matrix to the next, to its first row, from one row to the next */
+    int64_t first_row, stored_rows;               /* quantised: the rows wanted are [first_row, first_row + rows) of those stored */
+    int32_t form;                                 /* mk_mx_form */
+} mk_mx_weight_params;
 
 #endif

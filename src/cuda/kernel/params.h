@@ -28,6 +28,11 @@
  *   mok_rank_barrier
  *   mok_s5_combine_bwd      mk_combine_bwd_params any x 256                  dx, router-weight gradients, the output gate's gradient
  *
+ * MXFP8 (kernels of mx_params.h come in too): mok_publish is without x and dout, which mok_mx_quantise_rows brings into the heap, and
+ * mok_mx_widen_weights makes the bf16 copies of the routed weights that the products read. Then the same launches, with kernels
+ * mok_s1_dispatch_mx, mok_s2_gate_up_wide_mx, mok_s2_gate_up_narrow_mx (routed), mok_forward_fused_mx in place of those without _mx. The shared
+ * expert's maps are of the caller's x and dout.
+ *
  * Recompute is the forward without mok_s4_down, and mok_s5_combine with out = NULL. A rank that refuses launches mok_call_open,
  * mok_rank_barrier, mok_call_check and, but for a schedule, mok_rank_barrier.
  *

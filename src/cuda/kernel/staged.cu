@@ -77,11 +77,19 @@ MK_ENTRY MK_KERNEL(256) mok_s0_copies(MK_KERNEL_PARAM mk_s0_params p)
 MK_ENTRY MK_KERNEL(32) mok_s1_dispatch(MK_KERNEL_PARAM mk_dispatch_params p)
 {
     if (!skipped(p.rank))
-        s1_dispatch(p);
+        s1_dispatch<false>(p);
+}
+
+MK_ENTRY MK_KERNEL(32) mok_s1_dispatch_mx(MK_KERNEL_PARAM mk_dispatch_params p)
+{
+    if (!skipped(p.rank))
+        s1_dispatch<true>(p);
 }
 
 MK_ENTRY MK_KERNEL(kGemmThreads) mok_s2_gate_up_wide(MK_KERNEL_PARAM mk_gemm_params p) { s2_gate_up<TileStageWide>(p); }
 MK_ENTRY MK_KERNEL(kGemmThreads) mok_s2_gate_up_narrow(MK_KERNEL_PARAM mk_gemm_params p) { s2_gate_up<TileStageNarrow>(p); }
+MK_ENTRY MK_KERNEL(kGemmThreads) mok_s2_gate_up_wide_mx(MK_KERNEL_PARAM mk_gemm_params p) { s2_gate_up_mx<TileStageWide>(p); }
+MK_ENTRY MK_KERNEL(kGemmThreads) mok_s2_gate_up_narrow_mx(MK_KERNEL_PARAM mk_gemm_params p) { s2_gate_up_mx<TileStageNarrow>(p); }
 MK_ENTRY MK_KERNEL(kGemmThreads) mok_s4_down_wide(MK_KERNEL_PARAM mk_gemm_params p) { s4_down<TileStageWide>(p); }
 MK_ENTRY MK_KERNEL(kGemmThreads) mok_s4_down_narrow(MK_KERNEL_PARAM mk_gemm_params p) { s4_down<TileStageNarrow>(p); }
 

@@ -554,7 +554,7 @@ MK_DEVICE void backward_schedule(const mk_backward_params &, BackwardShared &s, 
 /* The dispatch role: one warp of each CTA. Rows come from the state's second ticket, in the order of the walk. */
 MK_DEVICE void backward_dispatch(const mk_backward_params &p, const mk_table &t, BackwardShared &s)
 {
-    Dispatch dispatch(p.rank, t, s.dispatch, &s.walk, &s.trace);
+    Dispatch<false> dispatch(p.rank, t, s.dispatch, &s.walk, &s.trace);
     int64_t first = 0, end = s.walk.num_tiles;
     if (p.kind && p.kind != MK_TASK_DISPATCH)
         return;

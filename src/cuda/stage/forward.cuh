@@ -7,7 +7,7 @@
  *   math warps     gate/up and SwiGLU, or down and the push of y            s2, s3, s4, s5
  *
  * It computes what the staged launches compute, through the same stage code; only who waits for whom is new. The rank barrier
- * and the reduce follow as launches of their own. */
+ * and the reduce follow as launches of their own. Mx: the routed experts in MXFP8. */
 #ifndef MK_STAGE_FORWARD_CUH
 #define MK_STAGE_FORWARD_CUH
 
@@ -139,7 +139,7 @@ struct ForwardProgram {
 };
 
 /* Runs the stage's epilogue and raises the task's counter, once for every math warp. */
-struct ForwardEpilogue {
+template <bool Mx> struct ForwardEpilogue {
     const mk_forward_params &p;
     mk_table t;
 
@@ -166,7 +166,13 @@ struct ForwardEpilogue {
     {
         const mk_rank_params &r = p.rank;
         const bool shared = is_shared(task.kind);
-        gate_up_epilogue(r, p.context, shared, p.num_tokens)(task, acc, out);
+        if constexpr (Mx) {
+            if (shared)
+                shared_gate_up_epilogue_mx(r, p.context)(task, acc, out);
+            else
+                gate_up_epilogue_mx(r, p.context)(task, acc, out);
+        } else
+            gate_up_epilogue(r, p.context, shared, p.num_tokens)(task, acc, out);
         signal(shared ? MK_COUNTER_shared_s2_tasks_done : MK_COUNTER_s2_tasks_done, task.tag);
     }
 
@@ -179,7 +185,7 @@ struct ForwardEpilogue {
     }
 };
 
-MK_DEVICE void note_task(const ForwardEpilogue &e, uint32_t number, TraceStamp stamp)
+template <bool Mx> MK_DEVICE void note_task(const ForwardEpilogue<Mx> &e, uint32_t number, TraceStamp stamp)
 {
     trace_stamp(e.p.rank, static_cast<ForwardShared *>(shared_base())->trace, number, stamp);
 }
@@ -238,10 +244,10 @@ MK_DEVICE void forward_finished(ForwardShared &s)
 }
 
 /* The dispatch role: one warp of each CTA. Rows come from the state's second ticket, in the order of the walk. */
-MK_DEVICE void forward_dispatch(const mk_forward_params &p, ForwardShared &s)
+template <bool Mx> MK_DEVICE void forward_dispatch(const mk_forward_params &p, ForwardShared &s)
 {
     const mk_walk &walk = s.walk;
-    Dispatch dispatch(p.rank, mk_table_at(&p.rank.memory, p.schedule), s.dispatch, &walk, &s.trace);
+    Dispatch<Mx> dispatch(p.rank, mk_table_at(&p.rank.memory, p.schedule), s.dispatch, &walk, &s.trace);
     dispatch.stop = TileForward::tensor_memory ? smem_addr(&s.yield.finished) : 0;
     const int64_t num_rows = walk.num_tiles * MK_ROW_TILE;
     dispatch.move_all(&device_state(p.rank)->tickets[1], num_rows - 1, num_rows);

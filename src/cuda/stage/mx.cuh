@@ -43,6 +43,24 @@ MK_DEVICE Vec4 mx_widen8(const MxElements8 &e, uint8_t scale)
     return {word[0], word[1], word[2], word[3]};
 }
 
+/* The scale of a block of 32: eight numbers of each of four neighbouring lanes. By all lanes of a warp. */
+MK_DEVICE uint8_t mx_block_scale(const Vec4 &v)
+{
+    uint32_t amax = mx_amax8(v);
+    MK_UNROLL for (uint32_t mask = 1; mask < 4; mask *= 2) {
+        const uint32_t other = shuffle_xor(amax, mask);
+        amax = other > amax ? other : amax;
+    }
+    return mk_mx_scale((uint16_t)amax);
+}
+
+/* Quantised and widened again, along the columns: the lane's eight numbers of a block. By all lanes of a warp. */
+MK_DEVICE Vec4 mx_round8(const Vec4 &v)
+{
+    const uint8_t scale = mx_block_scale(v);
+    return mx_widen8(mx_encode8(v, scale), scale);
+}
+
 /* Usually there are none, so nothing is added up across threads. */
 MK_DEVICE void mx_count_not_finite(uint64_t *counter, const Vec4 &v)
 {
@@ -51,6 +69,30 @@ MK_DEVICE void mx_count_not_finite(uint64_t *counter, const Vec4 &v)
         count += !mk_mx_is_finite(mx_number(v, i));
     if (count != 0 && counter)
         counter_add_relaxed_gpu(counter, (uint64_t)count);
+}
+
+/* Eight columns of up to 32 rows, quantised down the rows and widened again; rows from `rows` on count as zeros and are not written. In place
+ * if to == from. Read twice: 32 rows of registers would be too many, and the second time they come from a cache. */
+MK_DEVICE void mx_round_columns8(const uint16_t *from, int64_t stride, int32_t rows, uint16_t *to, int64_t to_stride)
+{
+    uint16_t amax[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+    for (int32_t r = 0; r < rows; r++) {
+        const Vec4 v = load(reinterpret_cast<const Vec4 *>(from + r * stride));
+        MK_UNROLL for (int i = 0; i < 8; i++)
+            amax[i] = mk_mx_amax(amax[i], mx_number(v, i));
+    }
+    MK_UNROLL for (int i = 0; i < 8; i++)
+        amax[i] = mk_mx_scale(amax[i]);
+    for (int32_t r = 0; r < rows; r++) {
+        const Vec4 v = load(reinterpret_cast<const Vec4 *>(from + r * stride));
+        uint32_t word[4];
+        MK_UNROLL for (int i = 0; i < 8; i += 2) {
+            const uint32_t low = mk_mx_widen(mk_mx_encode(mx_number(v, i), (uint8_t)amax[i]), (uint8_t)amax[i]);
+            const uint32_t high = mk_mx_widen(mk_mx_encode(mx_number(v, i + 1), (uint8_t)amax[i + 1]), (uint8_t)amax[i + 1]);
+            word[i / 2] = low | high << 16;
+        }
+        store(reinterpret_cast<Vec4 *>(to + r * to_stride), Vec4{word[0], word[1], word[2], word[3]});
+    }
 }
 
 /* ---- rows ---- */
@@ -62,14 +104,9 @@ template <class ScaleAt> MK_DEVICE void mx_quantise_row(const uint16_t *from, in
         const int64_t col = first + lane * 8;
         const bool here = col < cols;
         const Vec4 v = here ? load(reinterpret_cast<const Vec4 *>(from + col)) : Vec4{0, 0, 0, 0};
-        uint32_t amax = mx_amax8(v);
-        MK_UNROLL for (uint32_t mask = 1; mask < 4; mask *= 2) {
-            const uint32_t other = shuffle_xor(amax, mask);
-            amax = other > amax ? other : amax;
-        }
+        const uint8_t scale = mx_block_scale(v);
         if (!here)
             continue;
-        const uint8_t scale = mk_mx_scale((uint16_t)amax);
         store(reinterpret_cast<MxElements8 *>(data + col), mx_encode8(v, scale));
         if (lane % 4 == 0)
             store(scale_at(col / MK_MX_BLOCK), scale);
@@ -180,6 +217,76 @@ MK_DEVICE void mx_quantise_turned(const mk_mx_matrix_params &p, MxTurnedShared &
         mx_quantise_column(s, c, first, data, scales + mk_mx_scale_index(turned_row, turned_col / MK_MX_BLOCK, p.rows),
                         turned_row < p.cols && turned_col < p.rows);
         barrier_block_sync(); /* before the next tile is loaded over this one */
+    }
+}
+
+/* ---- weights of a layer, widened ---- */
+
+/* Rows as they lie, blocks along the columns: a warp for each. */
+MK_DEVICE void mx_round_weight_row(const mk_mx_weight_params &p, int64_t m, int64_t r)
+{
+    const uint16_t *from = static_cast<const uint16_t *>(p.source) + m * p.matrix_elements + p.offset + r * p.row_stride;
+    uint16_t *to = p.wide + (m * p.rows + r) * p.cols;
+    for (int64_t first = 0; first < p.cols; first += 256) {
+        const int64_t col = first + lane_idx() * 8;
+        const bool here = col < p.cols;
+        const Vec4 v = mx_round8(here ? load(reinterpret_cast<const Vec4 *>(from + col)) : Vec4{0, 0, 0, 0});
+        if (here)
+            store(reinterpret_cast<Vec4 *>(to + col), v);
+    }
+}
+
+/* 32 rows, blocks down them: a warp, a lane for eight columns. */
+MK_DEVICE void mx_round_weight_block(const mk_mx_weight_params &p, int64_t m, int64_t block)
+{
+    const uint16_t *from = static_cast<const uint16_t *>(p.source) + m * p.matrix_elements + p.offset + block * MK_MX_BLOCK * p.row_stride;
+    for (int64_t col = lane_idx() * 8; col < p.cols; col += 256)
+        mx_round_columns8(from + col, p.row_stride, MK_MX_BLOCK, p.wide + (m * p.rows + block * MK_MX_BLOCK) * p.cols + col, p.cols);
+}
+
+/* Rows of a quantised matrix, blocks along the columns: a warp for each. */
+MK_DEVICE void mx_widen_weight_row(const mk_mx_weight_params &p, int64_t m, int64_t r)
+{
+    const int64_t row = p.first_row + r;
+    const uint8_t *scales = static_cast<const uint8_t *>(p.scales) + m * mk_mx_scale_bytes(p.stored_rows, p.cols);
+    const uint8_t *from = static_cast<const uint8_t *>(p.source) + (m * p.stored_rows + row) * p.cols;
+    uint16_t *to = p.wide + (m * p.rows + r) * p.cols;
+    for (int64_t col = lane_idx() * 8; col < p.cols; col += 256)
+        store(reinterpret_cast<Vec4 *>(to + col), mx_widen8(load(reinterpret_cast<const MxElements8 *>(from + col)),
+                                                           load(scales + mk_mx_scale_index(row, col / MK_MX_BLOCK, p.cols))));
+}
+
+/* The quantised transpose [cols, stored_rows], blocks along the stored rows, turned back: 32 rows of a column by a lane, neighbouring lanes
+ * neighbouring columns. */
+MK_DEVICE void mx_widen_turned_block(const mk_mx_weight_params &p, int64_t m, int64_t block)
+{
+    const int64_t first = p.first_row + block * MK_MX_BLOCK;
+    const uint8_t *scales = static_cast<const uint8_t *>(p.scales) + m * mk_mx_scale_bytes(p.cols, p.stored_rows);
+    for (int64_t col = lane_idx(); col < p.cols; col += 32) {
+        const uint8_t *from = static_cast<const uint8_t *>(p.source) + (m * p.cols + col) * p.stored_rows + first;
+        uint16_t *to = p.wide + (m * p.rows + block * MK_MX_BLOCK) * p.cols + col;
+        const uint8_t scale = load(scales + mk_mx_scale_index(col, first / MK_MX_BLOCK, p.stored_rows));
+        for (int64_t i = 0; i < MK_MX_BLOCK; i += 8) {
+            const Vec4 v = mx_widen8(load(reinterpret_cast<const MxElements8 *>(from + i)), scale);
+            MK_UNROLL for (int j = 0; j < 8; j++)
+                store(to + (i + j) * p.cols, mx_number(v, j));
+        }
+    }
+}
+
+/* All warps of the grid. */
+MK_DEVICE void mx_widen_weights(const mk_mx_weight_params &p, int64_t warp, int64_t num_warps)
+{
+    const bool down = p.form == MK_MX_BF16_DOWN || p.form == MK_MX_TURNED;
+    const int64_t units = down ? p.rows / MK_MX_BLOCK : p.rows;
+    for (int64_t i = warp; i < p.count * units; i += num_warps) {
+        const int64_t m = i / units, unit = i % units;
+        switch (p.form) {
+        case MK_MX_BF16_ALONG: mx_round_weight_row(p, m, unit); break;
+        case MK_MX_BF16_DOWN: mx_round_weight_block(p, m, unit); break;
+        case MK_MX_QUANTISED: mx_widen_weight_row(p, m, unit); break;
+        default: mx_widen_turned_block(p, m, unit); break;
+        }
     }
 }
 

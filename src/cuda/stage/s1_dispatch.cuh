@@ -5,11 +5,15 @@
  * all lanes at once, then the lanes move their rows through slots of shared memory by bulk copies, heap or ring -> slot -> ring, half of
  * the slots filling while the other half empties. Batches come from a ticket in the order of the walk, so a row that is
  * copied waits only for rows with smaller tickets; a batch is finished before the next is drawn. Rows of one token in one tile
- * (duplicate routes: neighbours in the table) are written together by the lane of the first of them. */
+ * (duplicate routes: neighbours in the table) are written together by the lane of the first of them.
+ *
+ * MXFP8 (Mx): heaps hold e4m3 with scales (mx/mx.h), the ring bf16. Rows of a heap go from their slot to the ring through the registers of the
+ * whole warp, widened; a row that is copied in the ring moves as in bf16. */
 #ifndef MK_STAGE_S1_DISPATCH_CUH
 #define MK_STAGE_S1_DISPATCH_CUH
 
 #include "cuda/stage/fault.cuh"
+#include "cuda/stage/mx.cuh"
 #include "cuda/stage/trace.cuh"
 
 namespace mk {
@@ -42,7 +46,7 @@ struct DispatchRow {
 struct DispatchPayload { int64_t heap_offset, ring_offset; };
 
 /* One warp. What it takes to move rows, whoever asks for them. */
-struct Dispatch {
+template <bool Mx> struct Dispatch {
     const mk_rank_params &r;
     mk_table t;
     DispatchShared &s;
@@ -51,7 +55,7 @@ struct Dispatch {
     const bool backward;
     bool need_x = true;
     uint32_t parities = 0;    /* bit s: parity of the next filling of slot s */
-    int64_t pulled = 0, pulled_peer = 0, copied = 0; /* this lane's */
+    uint32_t pulled = 0, pulled_peer = 0, copied = 0; /* this lane's, of this launch */
     uint32_t stop = 0;        /* an mbarrier after whose first phase no more rows are drawn; 0: none */
 
     MK_MEMBER Dispatch(const mk_rank_params &rank, const mk_table &table, DispatchShared &shared, const mk_walk *fused, TraceShared *fused_trace = nullptr)
@@ -69,8 +73,12 @@ struct Dispatch {
     }
     MK_MEMBER const uint8_t *source(const DispatchPayload &what, const DispatchRow &d) const
     {
-        return d.waits ? ring_at(what, d.from) : d.heap + what.heap_offset + d.token * r.dims.hidden * 2;
+        return d.waits ? ring_at(what, d.from) : d.heap + what.heap_offset + d.token * heap_row();
     }
+    /* Bytes from one row of a heap to the next; those of them that count; and those to move of a row. */
+    MK_MEMBER int64_t heap_row() const { return Mx ? mk_mx_row_stride(r.dims.hidden) : r.dims.hidden * 2; }
+    MK_MEMBER uint32_t link_row() const { return (uint32_t)(Mx ? mk_mx_row_bytes(r.dims.hidden) : r.dims.hidden * 2); }
+    MK_MEMBER uint32_t row_bytes(const DispatchRow &d) const { return (uint32_t)(d.waits ? r.dims.hidden * 2 : heap_row()); }
 
     /* n rows further along the walk; where a row's copy comes from; is `row` the last of its tile? */
     MK_MEMBER int64_t ahead(int64_t row, int64_t n) const { return backward ? row + n : row - n; }
@@ -176,6 +184,12 @@ struct Dispatch {
         for (uint32_t lane = 0; lane < kBatchRows<1>; lane++) {
             if (!(movers >> lane & 1))
                 continue;
+            if constexpr (Mx) {
+                if (!shuffle((uint32_t)d.waits, lane)) {
+                    widen_long_row(what, d, lane);
+                    continue;
+                }
+            }
             for (int64_t at = 0; at < bytes; at += MK_DISPATCH_AREA, parities ^= 1) {
                 const uint32_t piece = (uint32_t)mk_min(bytes - at, MK_DISPATCH_AREA);
                 if (lane_idx() == lane) {
@@ -208,8 +222,61 @@ struct Dispatch {
     {
         if constexpr (Slots == 1)
             move_long_rows(what, d);
+        else if constexpr (Mx)
+            move_batch_mx<Slots>(what, d);
         else
             move_batch<Slots>(what, d);
+    }
+
+    /* ---- moving MXFP8 ---- */
+
+    /* All lanes: a row of a heap, wherever it lies now, into the ring's row and those that are its duplicates. */
+    MK_MEMBER void widen_row(const DispatchPayload &what, const uint8_t *from, int64_t row, int32_t duplicates) const
+    {
+        const uint32_t hidden = (uint32_t)r.dims.hidden;
+        MK_ROLLED for (int32_t i = 0; i <= duplicates; i++) {
+            uint8_t *to = ring_at(what, ahead(row, i));
+            MK_ROLLED for (uint32_t col = lane_idx() * 8; col < hidden; col += 256)
+                store(reinterpret_cast<Vec4 *>(to + col * 2), mx_widen8(load(reinterpret_cast<const MxElements8 *>(from + col)), load(from + hidden + col / MK_MX_BLOCK)));
+        }
+    }
+
+    /* move_batch, but for what becomes of a row that has come: the warp widens it, unless it is a copy of a row of the ring. */
+    template <uint32_t Slots> MK_MEMBER void move_batch_mx(const DispatchPayload &what, const DispatchRow &d)
+    {
+        constexpr uint32_t half = Slots / 2, slot_bytes = MK_DISPATCH_AREA / Slots;
+        const uint32_t movers = ballot(d.moves), count = population_count(movers);
+        const uint32_t mine = population_count(movers & ((1u << lane_idx()) - 1)), groups = (count + half - 1) / half;
+        for (uint32_t g = 0; g <= groups; g++) {
+            if (d.moves && mine / half == g)
+                load_piece(what, d, mine % Slots, slot_bytes, 0, row_bytes(d));
+            for (uint32_t n = g * half - half; g > 0 && n < g * half && n < count; n++) {
+                const uint32_t slot = n % Slots, parity = (parities >> slot ^ n / Slots) & 1, is_owner = ballot(d.moves && mine == n);
+                const uint32_t owner = population_count(is_owner - 1); /* the only bit's place */
+                if (shuffle((uint32_t)d.waits, owner)) {
+                    if (lane_idx() == owner) {
+                        store_piece(what, d, slot, slot_bytes, 0, row_bytes(d), parity);
+                        bulk_wait_read<0>();
+                    }
+                    continue;
+                }
+                const int64_t row = shuffle((uint32_t)d.row, owner);
+                const int32_t duplicates = (int32_t)shuffle((uint32_t)d.duplicates, owner);
+                wait_mbar(smem_addr(&s.full[slot]), parity, "s1_dispatch: row in MXFP8");
+                widen_row(what, s.area + slot * slot_bytes, row, duplicates);
+            }
+            fence_proxy_async_shared_cta(); /* slots have been read by plain loads, and are filled by copies next */
+            sync_warp();
+        }
+        parities ^= (count / Slots % 2 ? (1u << Slots) - 1 : 0) ^ ((1u << count % Slots) - 1);
+    }
+
+    /* A long row of a heap, straight from there. */
+    MK_MEMBER void widen_long_row(const DispatchPayload &what, const DispatchRow &d, uint32_t lane) const
+    {
+        const uint64_t mine = reinterpret_cast<uint64_t>(source(what, d));
+        const uint64_t from = (uint64_t)shuffle((uint32_t)(mine >> 32), lane) << 32 | shuffle((uint32_t)mine, lane);
+        widen_row(what, reinterpret_cast<const uint8_t *>(from), shuffle((uint32_t)d.row, lane), (int32_t)shuffle((uint32_t)d.duplicates, lane));
     }
 
     MK_MEMBER void trace_starts(mk_trace_kind kind, int64_t start) const
@@ -229,7 +296,7 @@ struct Dispatch {
             return;
         const uint32_t peer = ballot(d.remote), over_link = ballot(d.moves && d.remote && d.from < 0);
         if (lane_idx() == 0)
-            trace_link(*trace, MK_TRACE_LANE_dispatch, population_count(over_link) * (uint32_t)(r.dims.hidden * 2) * (backward + need_x), population_count(peer));
+            trace_link(*trace, MK_TRACE_LANE_dispatch, population_count(over_link) * link_row() * (backward + need_x), population_count(peer));
     }
 
     MK_MEMBER const float *router_weights(const DispatchRow &d) const { return reinterpret_cast<const float *>(d.heap + r.memory.router_weights); }
@@ -307,9 +374,9 @@ struct Dispatch {
 };
 
 /* One warp, one minibatch of the forward's walk, with others like it. */
-MK_DEVICE void s1_dispatch(const mk_dispatch_params &p)
+template <bool Mx> MK_DEVICE void s1_dispatch(const mk_dispatch_params &p)
 {
-    Dispatch dispatch(p.rank, mk_table_at(&p.rank.memory, p.schedule), *static_cast<DispatchShared *>(shared_base()), nullptr);
+    Dispatch<Mx> dispatch(p.rank, mk_table_at(&p.rank.memory, p.schedule), *static_cast<DispatchShared *>(shared_base()), nullptr);
     uint32_t *ticket = draw_from(p.rank, p.ticket);
     int64_t first, end;
     forward_minibatch(p.rank.dims, load(&dispatch.t.head->num_tiles), p.step, &first, &end);

@@ -3,7 +3,7 @@
 #ifndef MK_STAGE_S2_GATE_UP_CUH
 #define MK_STAGE_S2_GATE_UP_CUH
 
-#include "cuda/stage/rows.cuh"
+#include "cuda/stage/mx_epilogue.cuh"
 
 namespace mk {
 
@@ -19,10 +19,37 @@ MK_DEVICE SwigluRows<RingRows, SavedRows> gate_up_epilogue(const mk_rank_params 
     return {{in_local<bf16>(r, shared ? m.shared_h : m.ring_h), cols}, {gate, cols, saved_rows}, {up, cols, saved_rows}, r.swiglu_limit};
 }
 
+/* The same in MXFP8. Routed rows: h as s4_down multiplies it, gate and up quantised. */
+MK_DEVICE MxSwigluRows<MxRoundedRows, MxSavedRows> gate_up_epilogue_mx(const mk_rank_params &r, void *context_memory)
+{
+    const mk_memory &m = r.memory;
+    const int64_t cols = r.dims.intermediate, saved_rows = r.dims.saved_tiles * MK_ROW_TILE;
+    uint8_t *context = r.dims.saved_tiles ? static_cast<uint8_t *>(context_memory) : nullptr;
+    uint8_t *gate = context ? context + m.saved_gate : nullptr, *up = context ? context + m.saved_up : nullptr;
+    return {{in_local<bf16>(r, m.ring_h), cols, mx_not_finite(r)}, {gate, cols, saved_rows}, {up, cols, saved_rows}, r.swiglu_limit};
+}
+
+/* The shared expert's rows in a kernel of MXFP8. */
+MK_DEVICE MxSwigluRows<MxTokenRows, MxTokenRows> shared_gate_up_epilogue_mx(const mk_rank_params &r, void *context_memory)
+{
+    const mk_memory &m = r.memory;
+    const int64_t cols = r.dims.shared_intermediate;
+    char *context = r.dims.saved_tiles ? static_cast<char *>(context_memory) : nullptr;
+    bf16 *gate = context ? reinterpret_cast<bf16 *>(context + m.saved_shared_gate) : nullptr, *up = context ? reinterpret_cast<bf16 *>(context + m.saved_shared_up) : nullptr;
+    return {{in_local<bf16>(r, m.shared_h), cols}, {gate, cols}, {up, cols}, r.swiglu_limit};
+}
+
 template <class Tile> MK_DEVICE void s2_gate_up(const mk_gemm_params &p)
 {
     StageProgram<Tile> program(p, Tile::cols / 2);
     const SwigluRows<RingRows, SavedRows> epilogue = gate_up_epilogue(p.rank, p.context, p.shared, p.num_tokens);
+    gemm_cta<Tile>(program, epilogue);
+}
+
+template <class Tile> MK_DEVICE void s2_gate_up_mx(const mk_gemm_params &p)
+{
+    StageProgram<Tile> program(p, Tile::cols / 2);
+    const MxSwigluRows<MxRoundedRows, MxSavedRows> epilogue = gate_up_epilogue_mx(p.rank, p.context);
     gemm_cta<Tile>(program, epilogue);
 }
 

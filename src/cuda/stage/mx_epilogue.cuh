@@ -1,0 +1,122 @@
+/* MXFP8 at the ends of the products: rows that are quantised on their way out of an epilogue, and read back. They leave in pieces of eight
+ * columns, four neighbouring lanes to a block of 32 (gemm/epilogue.cuh), so the functions of mx.cuh apply to them as they are. */
+#ifndef MK_STAGE_MX_EPILOGUE_CUH
+#define MK_STAGE_MX_EPILOGUE_CUH
+
+#include "cuda/stage/mx.cuh"
+#include "cuda/stage/rows.cuh"
+
+namespace mk {
+
+/* The counter of numbers that were not finite. */
+MK_DEVICE uint64_t *mx_not_finite(const mk_rank_params &r) { return reinterpret_cast<uint64_t *>(&device_state(r)->mx_not_finite); }
+
+/* visit(row of the tile, column of the chunk, eight numbers): this lane's pieces of a chunk in staging memory. */
+template <class Visit> MK_DEVICE void each_piece(uint32_t half, uint32_t first_row, const Visit &visit)
+{
+    MK_ROLLED for (uint32_t i = 0; i < 4; i++) {
+        const uint32_t row = 4 * i + lane_idx() / 8;
+        visit(first_row + row, lane_idx() % 8 * 8, load_shared_b128(chunk_piece(half, row, lane_idx() % 8)));
+    }
+}
+
+/* Rows of the ring as the next product sees them: quantised and widened again. */
+struct MxRoundedRows {
+    bf16 *base;
+    int64_t cols;
+    uint64_t *not_finite;
+    /* A chunk (after a sync_warp), whose first column is `col`. */
+    MK_MEMBER void flush(const GemmTask &task, uint32_t half, uint32_t first_row, int64_t col) const
+    {
+        each_piece(half, first_row, [&](uint32_t r, uint32_t c, const Vec4 &v) {
+            const Vec4 rounded = mx_round8(v);
+            if (r >= (uint32_t)task.num_rows)
+                return;
+            mx_count_not_finite(not_finite, v);
+            store(reinterpret_cast<Vec4 *>(base + ((int64_t)task.row + r) * cols + col + c), rounded);
+        });
+    }
+};
+
+/* Rows of the context in MXFP8 (mx/mx.h): the first `limit` table rows; base null: none. */
+struct MxSavedRows {
+    uint8_t *base;
+    int64_t cols, limit;
+    MK_MEMBER void flush(const GemmTask &task, uint32_t half, uint32_t first_row, int64_t col) const
+    {
+        each_piece(half, first_row, [&](uint32_t r, uint32_t c, const Vec4 &v) {
+            const int64_t table_row = (int64_t)task.out_row + r, at = col + c;
+            const uint8_t scale = mx_block_scale(v);
+            if (r >= (uint32_t)task.num_rows || table_row >= limit)
+                return;
+            uint8_t *row = base + table_row * mk_mx_row_stride(cols);
+            store(reinterpret_cast<MxElements8 *>(row + at), mx_encode8(v, scale));
+            if (lane_idx() % 4 == 0)
+                store(row + cols + at / MK_MX_BLOCK, scale);
+        });
+    }
+};
+
+/* Rows over this rank's tokens as they are: the shared expert's, which is bf16. base null: none. */
+struct MxTokenRows {
+    bf16 *base;
+    int64_t cols;
+    MK_MEMBER void flush(const GemmTask &task, uint32_t half, uint32_t first_row, int64_t col) const
+    {
+        each_piece(half, first_row, [&](uint32_t r, uint32_t c, const Vec4 &v) {
+            if (r < (uint32_t)task.num_rows)
+                store(reinterpret_cast<Vec4 *>(base + ((int64_t)task.row + r) * cols + col + c), v);
+        });
+    }
+};
+
+/* SwigluRows (gemm/epilogue.cuh) in MXFP8: h as s4_down multiplies it, gate and up kept quantised where their base is not null. What is kept leaves
+ * first: then nothing but the accumulators lives while h is rounded. */
+template <class Out, class Kept> struct MxSwigluRows {
+    Out h;
+    Kept gate, up;
+    float limit;  /* infinity: no clamp */
+    template <class Tile> MK_MEMBER void operator()(const GemmTask &task, const Acc<Tile> &acc, const WarpOut &out) const
+    {
+        constexpr uint32_t chunks = Tile::cols / 128;
+        const uint32_t low = out.staging, high = out.staging + kChunkBytes;
+        MK_UNROLL for (uint32_t m = 0; m < Acc<Tile>::blocks; m++) {
+            const uint32_t row = out.row + m * Acc<Tile>::block_rows;
+            if (row >= (uint32_t)task.num_rows)
+                return;
+            MK_UNROLL for (uint32_t c = 0; c < chunks; c++) {
+                const int64_t col = task.col + 64 * (int64_t)c;
+                if (col >= h.cols)
+                    break;
+                float v[32];
+                uint32_t packed_gate[16], packed_up[16], packed_h[16];
+                acc.read(m, c, v);
+                pack_chunk(v, packed_gate);
+                acc.read(m, c + chunks, v);
+                pack_chunk(v, packed_up);
+                swiglu_chunk(packed_gate, packed_up, limit, packed_h);
+                if (gate.base) {
+                    put_chunk(low, packed_gate);
+                    put_chunk(high, packed_up);
+                    sync_warp();
+                    gate.flush(task, low, row, col);
+                    up.flush(task, high, row, col);
+                    sync_warp();
+                }
+                put_chunk(low, packed_h);
+                sync_warp();
+                h.flush(task, low, row, col);
+                sync_warp();
+            }
+        }
+    }
+};
+
+/* Rows are a multiple of 16 bytes apart: eight elements never straddle. */
+MK_DEVICE Vec4 mx_read_piece(const uint8_t *row, int64_t cols, int64_t at)
+{
+    return mx_widen8(load(reinterpret_cast<const MxElements8 *>(row + at)), load(row + cols + at / MK_MX_BLOCK));
+}
+
+} /* namespace mk */
+#endif

@@ -1,0 +1,138 @@
+/* A layer in MXFP8 on the emulator, through the whole library: staged and fused, on 1, 2 and 4 virtual ranks, over rings, tiles, save policies and
+ * forms of the weights. All results have the same bits, and agree with the cpu backend. */
+#define TEST_WATCHDOG 900
+#include "emulated_layer.h"
+
+extern "C" {
+#include "cpu/mx.h"
+}
+
+static layer_problem mx_problem(int64_t tokens, int64_t shared, int64_t experts = 5, int64_t hidden = 192, int64_t width = 128, mok_gate_up layout = MOK_GATE_UP_SEPARATE)
+{
+    layer_problem p = make_problem(tokens, shared, experts, hidden, width, layout);
+    p.cfg.dtype = MOK_MXFP8;
+    return p;
+}
+
+static Run forward_run(const char *name, int32_t ranks = 1, int64_t ring = 512, int64_t minibatch = 256)
+{
+    Run r = make_run(name, ranks, ring, minibatch);
+    r.forward_only = true;
+    return r;
+}
+
+static Run on_cpu(Run run)
+{
+    run.name = "cpu";
+    run.backend = MOK_BACKEND_CPU;
+    return run;
+}
+
+/* What a rounding of a last bit to another e4m3 may do to a sum. */
+static const double kMore = 2.0;
+
+TEST(forward_agrees_with_the_cpu_and_does_not_depend_on_ranks_tiles_ring_or_fusion)
+{
+    layer_problem p = mx_problem(150, 64);
+    Run staged = forward_run("staged");
+    staged.forward = "staged";
+    Run wide = staged, two = staged, small = forward_run("three ranks, smallest ring, fused", 3, 256, 128), bf16 = staged;
+    wide.name = "wide tile";
+    wide.tile = "wide";
+    two.name = "two ranks, staged";
+    two.ranks = 2;
+    const StepResult first = run_layer(p, staged), cpu = run_layer(p, on_cpu(staged));
+    check_close(staged, first, cpu, kMore);
+    for (const Run &run : {wide, two, forward_run("fused"), small, forward_run("four ranks, fused", 4)})
+        check_bits(run, run_layer(p, run), first);
+    p.cfg.dtype = MOK_BF16;
+    CHECK(run_layer(p, bf16).out != first.out);
+    layer_free(&p);
+}
+
+/* ---- a plain layer that quantises every operand where it is used, with the emulator's exponential ---- */
+typedef std::vector<uint16_t> Numbers;
+
+static Numbers rounded(const uint16_t *from, int64_t n)
+{
+    Numbers to((size_t)n);
+    mk_cpu_mx_round(from, n, to.data());
+    return to;
+}
+
+static uint16_t dot(const uint16_t *a, const uint16_t *b, int64_t n)
+{
+    float sum = 0.0f;
+    for (int64_t k = 0; k < n; k++)
+        sum = fmaf(layer_float(a[k]), layer_float(b[k]), sum);
+    return emu::float_to_bf16(sum);
+}
+
+static Numbers plain_token(const layer_problem &p, int64_t token)
+{
+    const int64_t h = p.cfg.hidden, w = p.cfg.intermediate;
+    const Numbers x = rounded(p.x + token * h, h);
+    std::vector<float> acc((size_t)h, 0.0f);
+    for (int64_t k = 0; k < p.cfg.topk; k++) {
+        const int64_t e = p.expert_ids[token * p.cfg.topk + k];
+        if (e < 0)
+            continue;
+        const Numbers gate = rounded(p.gate + e * h * w, h * w), up = rounded(p.up + e * h * w, h * w), down = rounded(p.down + e * h * w, h * w);
+        Numbers middle((size_t)w);
+        for (int64_t i = 0; i < w; i++)
+            middle[(size_t)i] = emu::float_to_bf16(mk::swiglu(layer_float(dot(x.data(), &gate[(size_t)(i * h)], h)), layer_float(dot(x.data(), &up[(size_t)(i * h)], h)), INFINITY));
+        middle = rounded(middle.data(), w);
+        for (int64_t i = 0; i < h; i++)
+            acc[(size_t)i] = fmaf(p.router_weights[token * p.cfg.topk + k], layer_float(dot(middle.data(), &down[(size_t)(i * w)], w)), acc[(size_t)i]);
+    }
+    Numbers out;
+    for (float v : acc)
+        out.push_back(emu::float_to_bf16(v));
+    return out;
+}
+
+TEST(forward_has_the_bits_of_a_layer_that_quantises_every_operand)
+{
+    layer_problem p = mx_problem(40, 0, 4, 192, 128);
+    const StepResult got = run_layer(p, forward_run("two ranks", 2, 256, 128));
+    int64_t differ = 0;
+    for (int64_t t = 0; t < p.tokens; t++) {
+        const Numbers want = plain_token(p, t);
+        for (int64_t i = 0; i < p.cfg.hidden; i++)
+            differ += got.out[(size_t)(t * p.cfg.hidden + i)] != want[(size_t)i];
+    }
+    CHECK_EQ(differ, 0);
+    layer_free(&p);
+}
+
+TEST(forms_of_weights_change_no_bit)
+{
+    for (mok_gate_up layout : {MOK_GATE_UP_SEPARATE, MOK_GATE_UP_COMBINED, MOK_GATE_UP_INTERLEAVED}) {
+        layer_problem p = mx_problem(40, 0, 3, 128, 64, layout);
+        Run run = forward_run("bf16 weights"), quantised = run;
+        quantised.name = "quantised weights";
+        quantised.prequantised = true;
+        const StepResult want = run_layer(p, run);
+        check_close(run, want, run_layer(p, on_cpu(run)), kMore);
+        if (layout == MOK_GATE_UP_SEPARATE)
+            check_bits(quantised, run_layer(p, quantised), want);
+        layer_free(&p);
+    }
+}
+
+/* Rows that take eight, four, two or no place in dispatch's memory; duplicate routes and ring copies among them. */
+TEST(rows_of_every_length_are_widened_exactly)
+{
+    for (int64_t hidden : {64, 2112, 4160, 8256}) {
+        layer_problem p = mx_problem(24, 0, 2, hidden, 64);
+        Run one = forward_run("one rank", 1, 256, 128), two = one;
+        two.name = "two ranks";
+        two.ranks = 2;
+        const StepResult want = run_layer(p, one);
+        check_close(one, want, run_layer(p, on_cpu(one)), kMore);
+        check_bits(two, run_layer(p, two), want);
+        layer_free(&p);
+    }
+}
+
+int main(int argc, char **argv) { return test_main(argc, argv); }
