@@ -222,6 +222,16 @@ TEST(a_batch_of_duplicates_alone)
     layer_free(&p);
 }
 
+/* 65 rows of one expert, 64 of the other, replayed too: the MMAs of a tile's second half are left out where it has no rows. */
+TEST(half_a_tile_of_rows_and_one_more)
+{
+    layer_problem p = make_problem(65, 64, 2, 128, 64);
+    for (int64_t i = 0; i < 130; i++)
+        p.expert_ids[i] = i == 129 ? -1 : i % 2;
+    compare(p, {make_run("nothing saved", 1, 256, 128, MOK_SAVE_NONE)});
+    layer_free(&p);
+}
+
 TEST(stats_are_those_of_the_cpu)
 {
     layer_problem p = make_problem(150, 0);

@@ -105,6 +105,20 @@ TEST(one_expert_gets_everything_of_all_ranks)
     run_case(s, "one expert");
 }
 
+/* The MMAs of a tile's second half are left out where it has no rows. */
+TEST(half_a_tile_of_rows_and_one_more)
+{
+    for (int64_t rows : {64, 65}) {
+        LayerShape s;
+        s.tokens = {rows};
+        s.experts = 1;
+        s.topk = 1;
+        s.dropped = 0;
+        s.shared = 64;
+        run_case(s, rows == 64 ? "64 rows" : "65 rows");
+    }
+}
+
 TEST(more_ranks_than_experts)
 {
     LayerShape s;
