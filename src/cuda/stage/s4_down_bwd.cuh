@@ -111,8 +111,7 @@ template <class Buffers> struct SwigluBackward {
             places(task, row).flush(buffers.dup(task), col, high);
             sync_warp();
             places(task, row).flush(buffers.weighted_h(task), col, low);
-            sync_warp(); /* the halves are free */
-            if (q + 1 < count) {
+            if (q + 1 < count) { /* each lane where it alone has read last */
                 put_pieces(low, next_gate);
                 put_pieces(high, next_up);
             }
