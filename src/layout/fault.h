@@ -11,8 +11,9 @@ typedef enum mk_fault_kind {
     MK_FAULT_REFUSED,     /* rank; its sentence is in its call head */
     MK_FAULT_MISMATCH,    /* rank: its call head differs from rank 0's */
     MK_FAULT_STALE,       /* schedule or context memory is not of this configuration or routing; value[0] = 0 schedule, 1 context */
-    MK_FAULT_TIMEOUT      /* a wait ran out: rank = whom for, value[0..3] = seen, expected, counter or -1 for an epoch, its index; task: who waited */
+    MK_FAULT_TIMEOUT      /* a wait ran out: rank = whom for, value[0..3] = seen, expected, counter or one of those below, its index; task: who waited */
 } mk_fault_kind;
+enum { MK_FAULT_EPOCH = -1, MK_FAULT_GAVE_UP = -2 }; /* in place of a counter: the epoch of a rank that did not come; a rank gave up the pass */
 
 typedef struct mk_fault {
     int32_t kind;         /* mk_fault_kind; the other fields are complete once it is not NONE */

@@ -30,6 +30,7 @@ typedef struct mk_call_head {
     int32_t parts;           /* mok_backward_parts */
     int32_t status;          /* MOK_OK, or why this rank refuses */
     char sentence[460];
+    uint32_t gave_up, unused; /* cuda: a wait of this rank's own pass has run out; for ranks that share its GPU */
 } mk_call_head;
 
 /* A row of n numbers that is quantised in MXFP8: where the next one begins. And what of it crosses the link. */

@@ -1,6 +1,7 @@
 /* Ranks as two processes on one GPU (MOK_SHARE_GPU=1): the bits of one rank, and a rank that dies is named by the other within the time-out. The same
  * body runs on the cpu backend everywhere; the GPU's cases are skipped, and counted as such, where there is none. */
 #include "../multi/processes.h"
+#include "../multi/twins.h"
 
 enum { P = 2, TOKENS = 300, TIMEOUT_MS = 5000 };
 
@@ -28,38 +29,6 @@ static bool have_gpu(void)
     return status == 0;
 }
 
-/* --- arrays of the host in the backend's memory, and back --------------------------------------------------------------- */
-typedef struct arrays {
-    mok_workspace *w;
-    struct { void *device, *host; size_t bytes; } at[40];
-    int count;
-} arrays;
-
-/* The device's twin of a host array of which this rank has `bytes`, filled from it. */
-static void *twin(arrays *a, const void *host, size_t bytes)
-{
-    void *device = NULL;
-    if (mok_memory_alloc(a->w, bytes ? bytes : 1, &device) != MOK_OK || mok_memory_copy(a->w, device, host, bytes) != MOK_OK)
-        TEST_FAILED("%s", mok_last_error());
-    a->at[a->count].device = device;
-    a->at[a->count].host = (void *)(uintptr_t)host;
-    a->at[a->count++].bytes = bytes;
-    return device;
-}
-
-/* Outputs are the arrays from `first` on. */
-static void fetch(arrays *a, int first)
-{
-    for (int i = first; i < a->count; i++)
-        CHECK_EQ(mok_memory_copy(a->w, a->at[i].host, a->at[i].device, a->at[i].bytes), MOK_OK);
-}
-
-static void drop(arrays *a)
-{
-    for (int i = 0; i < a->count; i++)
-        mok_memory_free(a->w, a->at[i].device);
-}
-
 /* --- a rank -------------------------------------------------------------------------------------------------------------- */
 static mok_status join_group(process_env *pe, mok_backend_id backend)
 {
@@ -76,55 +45,29 @@ static void rank_body(process_env *pe)
 {
     job *j = pe->user;
     ranks_env *e = &pe->env;
-    const layer_problem *p = &j->p;
     setenv("MOK_SHARE_GPU", "1", 1);
     RANKS_OK(join_group(pe, j->cfg.backend));
     RANKS_OK(process_workspace(pe, &j->cfg));
     if (!e->w)
         return;
-    ranks_part part = ranks_part_of(e, TOKENS, NULL);
-    size_t rows = (size_t)(part.tokens * p->cfg.hidden) * 2, routes = (size_t)(part.tokens * p->cfg.topk) * 4;
-    size_t matrix = (size_t)(e->plan.experts_count * p->cfg.intermediate * p->cfg.hidden) * 2;
-    arrays a = {.w = e->w};
-    void *schedule = NULL, *context = NULL;
-    RANKS_OK(mok_memory_alloc(e->w, (size_t)e->plan.schedule_bytes, &schedule));
-    RANKS_OK(mok_memory_alloc(e->w, (size_t)e->plan.context_bytes, &context));
-    mok_schedule_args s = ranks_schedule_args(p, part, schedule);
-    mok_forward_args f = ranks_forward_args(e, p, part, schedule, context, &j->r);
-    mok_backward_args b = ranks_backward_args(e, p, part, schedule, context, &j->r);
-    s.expert_ids = twin(&a, s.expert_ids, routes);
-    b.x = f.x = twin(&a, f.x, rows);
-    b.dout = twin(&a, b.dout, rows);
-    b.router_weights = f.router_weights = twin(&a, f.router_weights, routes);
-    f.weights.gate.packed = twin(&a, f.weights.gate.packed, matrix);
-    f.weights.up.packed = twin(&a, f.weights.up.packed, matrix);
-    f.weights.down.packed = twin(&a, f.weights.down.packed, matrix);
-    b.weights = f.weights;
-    int outputs = a.count;
-    f.out = twin(&a, f.out, rows);
-    b.dx = twin(&a, b.dx, rows);
-    b.drouter_weights = twin(&a, b.drouter_weights, routes);
-    b.grads.gate.packed = twin(&a, b.grads.gate.packed, matrix);
-    b.grads.up.packed = twin(&a, b.grads.up.packed, matrix);
-    b.grads.down.packed = twin(&a, b.grads.down.packed, matrix);
-    RANKS_OK(mok_schedule(e->w, &s, NULL));
+    twins_layer t;
+    twins_layer_make(&t, e, &j->p, &j->r);
+    RANKS_OK(mok_schedule(e->w, &t.schedule, NULL));
     RANKS_OK(mok_wait(e->w));
     if (j->dies && e->rank == 1)
         kill(getpid(), SIGKILL);
     double start = processes_now();
-    mok_status status = mok_forward(e->w, &f, NULL);
+    mok_status status = mok_forward(e->w, &t.forward, NULL);
     if (status == MOK_OK && !j->dies)
-        status = mok_backward(e->w, &b, NULL);
+        status = mok_backward(e->w, &t.backward, NULL);
     if (status == MOK_OK)
         status = mok_wait(e->w);
     pe->board->report[e->rank].seconds = processes_now() - start;
     snprintf(pe->board->report[e->rank].sentence, 512, "%s", status == MOK_OK ? "" : mok_last_error());
     CHECK_EQ(status, j->dies ? MOK_E_TIMEOUT : MOK_OK);
     if (status == MOK_OK)
-        fetch(&a, outputs);
-    drop(&a);
-    mok_memory_free(e->w, schedule);
-    mok_memory_free(e->w, context);
+        twins_fetch(&t.a, t.outputs);
+    twins_layer_free(&t);
     process_leave(pe);
 }
 

@@ -113,7 +113,7 @@ static void fill_rank(mok_workspace *w, mk_cu_pointer fault)
                                .host_fault = (mk_host_fault *)(uintptr_t)fault, .fingerprint = w->fingerprint,
                                .timeout_ns = (uint64_t)w->config.timeout_ms * 1000000u,
                                .swiglu_limit = w->config.swiglu_limit > 0 ? w->config.swiglu_limit : INFINITY,
-                               .router_bf16 = w->config.router_dtype == MOK_BF16, .shared_gate = w->config.shared_gate};
+                               .router_bf16 = w->config.router_dtype == MOK_BF16, .shared_gate = w->config.shared_gate, .shares_gpu = s->meets_on_host};
 }
 
 /* Of a trace: every CTA that can be resident has one. */

@@ -48,6 +48,9 @@ static const char *owner_of(int64_t counter)
 static mok_status say_timeout(const mok_workspace *w, const mk_fault *f)
 {
     const int64_t *v = f->value, counter = v[2];
+    if (counter == MK_FAULT_GAVE_UP)
+        return mk_fail(MOK_E_TIMEOUT, "rank %d: rank %d gave up in %s (layer %llu, call %llu): its kernel waited %lld ms for a counter of its own", w->dims.rank, f->rank,
+                       name_of(f->operation), (ull)f->layer, (ull)f->call, (long long)w->config.timeout_ms);
     if (counter < 0 || counter >= MK_NUM_COUNTERS || f->task < 0 || f->task >= MK_NUM_TASK_KINDS)
         return mk_fail(MOK_E_TIMEOUT, "rank %d waited %lld ms for rank %d in %s (layer %llu, call %llu): its epoch is %llu, expected %llu", w->dims.rank,
                        (long long)w->config.timeout_ms, f->rank, f->operation ? name_of(f->operation) : "a barrier", (ull)f->layer, (ull)f->call, (ull)v[0],
@@ -72,6 +75,8 @@ static mok_status say(mok_workspace *w, const mk_host_fault *record)
                                          : "schedule was not filled by mok_schedule of this configuration");
     case MK_FAULT_TIMEOUT:
         w->broken = true;
+        if (((const mk_cuda_state *)w->state)->meets_on_host) /* nobody need wait for this rank at the next meeting */
+            w->group->transport->abandon(w->group);
         return say_timeout(w, f);
     default: return mk_fail(MOK_E_BUG, "the device's fault record has kind %d", f->kind);
     }

@@ -43,8 +43,11 @@ MK_ENTRY MK_KERNEL(256) mok_shared_scale(MK_KERNEL_PARAM mk_combine_bwd_params p
 MK_ENTRY MK_KERNEL(256) mok_s5_combine_bwd(MK_KERNEL_PARAM mk_combine_bwd_params p)
 {
     const TraceLaunch trace(p.rank, MK_TRACE_s5_reduce_bwd);
-    if (!skipped(p.rank))
-        s5_combine_bwd(p);
-    else if (block_idx() == 0 && thread_idx() == 0)
+    const bool first = block_idx() == 0 && thread_idx() == 0, skip = skipped(p.rank);
+    if (first && skip)
         tell_missing(p.rank);
+    if (first && !skip)
+        tell_who_gave_up(p.rank);
+    if (!skip)
+        s5_combine_bwd(p);
 }

@@ -81,6 +81,7 @@ typedef struct mk_rank_params {
     float swiglu_limit;        /* infinity: none */
     int32_t router_bf16;       /* router weights come in bf16 */
     int32_t shared_gate;
+    int32_t shares_gpu;        /* with other ranks of this process: barriers are the host's */
     mk_trace trace;            /* memory NULL: off */
 } mk_rank_params;
 

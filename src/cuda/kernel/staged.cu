@@ -96,8 +96,11 @@ MK_ENTRY MK_KERNEL(kGemmThreads) mok_s4_down_narrow(MK_KERNEL_PARAM mk_gemm_para
 MK_ENTRY MK_KERNEL(256) mok_s5_combine(MK_KERNEL_PARAM mk_combine_params p)
 {
     const TraceLaunch trace(p.rank, MK_TRACE_s5_reduce);
-    if (!skipped(p.rank))
-        s5_combine(p);
-    else if (block_idx() == 0 && thread_idx() == 0)
+    const bool first = block_idx() == 0 && thread_idx() == 0, skip = skipped(p.rank);
+    if (first && skip)
         tell_missing(p.rank);
+    if (first && !skip)
+        tell_who_gave_up(p.rank);
+    if (!skip)
+        s5_combine(p);
 }

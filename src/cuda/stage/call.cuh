@@ -90,6 +90,7 @@ MK_DEVICE void open_call(const mk_open_params &p)
     store(&head->operation, p.operation);
     store(&head->parts, p.parts);
     store(&head->status, status);
+    store(&head->gave_up, 0u);
 }
 
 /* ---- publish ---- */
@@ -172,7 +173,7 @@ MK_DEVICE void rank_barrier(const mk_rank_params &r)
         if (load(&late[i]) < load(&late[first]))
             first = i;
     if (load(&late[first]) < r.dims.num_ranks)
-        fault_set(r, MK_FAULT_TIMEOUT, load(&late[first]), call_head(r, r.dims.rank, load(&state->calls)), (int64_t)load(&seen[first]), (int64_t)epoch, -1, 0);
+        fault_set(r, MK_FAULT_TIMEOUT, load(&late[first]), call_head(r, r.dims.rank, load(&state->calls)), (int64_t)load(&seen[first]), (int64_t)epoch, MK_FAULT_EPOCH, 0);
     else
         report_late(r, waited_ms, waited_for);
     store(&state->epoch, epoch);

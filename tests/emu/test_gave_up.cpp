@@ -1,0 +1,81 @@
+/* Ranks that share a GPU, one of which gives up a pass: the others learn it from the same call. */
+#include "test.h"
+
+#include "emulated_driver.h"
+
+extern "C" {
+#include "../multi/twins.h"
+}
+
+enum { P = 2, TOKENS = 40 };
+
+struct Told { mok_status status, next; std::string sentence; };
+struct Job { layer_problem p; layer_result r; bool backward; Told told[P]; };
+
+static void body(ranks_env *e)
+{
+    Job *j = static_cast<Job *>(e->user);
+    Told &told = j->told[e->rank];
+    twins_layer t;
+    twins_layer_make(&t, e, &j->p, &j->r);
+    RANKS_OK(mok_schedule(e->w, &t.schedule, NULL));
+    RANKS_OK(mok_wait(e->w));
+    mok_status status = mok_forward(e->w, &t.forward, NULL);
+    if (status == MOK_OK && j->backward)
+        status = mok_backward(e->w, &t.backward, NULL);
+    told.status = status == MOK_OK ? mok_wait(e->w) : status;
+    told.sentence = mok_last_error();
+    told.next = mok_forward(e->w, &t.forward, NULL);
+    twins_layer_free(&t);
+}
+
+/* The first counter of this kind that rank 1's pass waits for stays away. */
+static void check(bool backward)
+{
+    const char *kernel = backward ? "mok_backward_fused" : "mok_forward_fused";
+    const int32_t devices[P] = {0, 0};
+    mok_group *groups[P];
+    Job j = {};
+    mok_config cfg = ranks_config(128, 64, 4, 2, TOKENS);
+    cfg.ring_rows = 256;
+    cfg.minibatch_rows = cfg.minibatch_rows_bwd = 128;
+    cfg.backend = MOK_BACKEND_CUDA;
+    cfg.timeout_ms = 2000;
+    layer_options o = {};
+    o.ranks = P;
+    j.backward = backward;
+    REQUIRE(layer_make(&j.p, &cfg, TOKENS, LAYER_UNIFORM, 0.1, test_seed()) && layer_result_make(&j.r, &j.p, &o));
+    emulated::plug_in(test_seed(), 2);
+    emulated::gpu.machine->let_time_pass(true);
+    emulated::gpu.before_launch = [&](const std::string &name, const void *params) {
+        if (name != kernel)
+            return;
+        const mk_rank_params &r = backward ? static_cast<const mk_backward_params *>(params)->rank : static_cast<const mk_forward_params *>(params)->rank;
+        const void *schedule = backward ? static_cast<const mk_backward_params *>(params)->schedule : static_cast<const mk_forward_params *>(params)->schedule;
+        const int32_t last = static_cast<const mk_schedule_head *>(schedule)->num_tiles - 1;
+        if (r.dims.rank == 1)
+            *reinterpret_cast<uint32_t *>(r.local + r.memory.counters + 4 * mk_counter_index(&r.dims, MK_COUNTER_s1_rows_arrived, backward ? 0 : last)) -= 1000000;
+    };
+    REQUIRE(mok_group_create_local(P, devices, groups) == MOK_OK);
+    ranks_run_groups(P, groups, &cfg, body, &j);
+    for (int r = 0; r < P; r++) {
+        mok_group_destroy(groups[r]);
+        printf("  rank %d: %s\n", r, j.told[r].sentence.c_str());
+        CHECK_EQ(j.told[r].status, MOK_E_TIMEOUT);
+        CHECK_EQ(j.told[r].next, MOK_E_STATE); /* at once, without a wait for the other */
+    }
+    CHECK_STR(j.told[1].sentence.c_str(), backward ? "in backward (layer 0, call 3): " : "in forward (layer 0, call 2): ");
+    CHECK_STR(j.told[1].sentence.c_str(), " needs ");
+    CHECK_STR(j.told[0].sentence.c_str(), backward ? "rank 0: rank 1 gave up in backward (layer 0, call 3): its kernel waited 2000 ms"
+                                                   : "rank 0: rank 1 gave up in forward (layer 0, call 2): its kernel waited 2000 ms");
+    if (!emulated::gpu.trouble.empty())
+        TEST_FAILED("emulator: %s", emulated::gpu.trouble.c_str());
+    CHECK_EQ(emulated::gpu.live, 0);
+    layer_result_free(&j.r);
+    layer_free(&j.p);
+}
+
+TEST(F1_virtual_ranks_hear_of_a_forward_that_was_given_up) { check(false); }
+TEST(F1_virtual_ranks_hear_of_a_backward_that_was_given_up) { check(true); }
+
+int main(int argc, char **argv) { return test_main(argc, argv); }
