@@ -43,6 +43,7 @@ static void run_dispatch(int64_t hidden)
     s.topk = 2;
     s.ring = 256;
     s.minibatch = 128;
+    s.resident = 3; /* all warps at once, so that one begins with a batch that begins with padding */
     LayerCase layer(s, test_seed());
     for (LayerRank &r : layer.ranks)
         launch_dispatch(layer, r);
