@@ -15,13 +15,31 @@ The last line counts: "N passed, N failed, N skipped" (killed or explained, unex
 import argparse, concurrent.futures, os, random, re, shutil, subprocess, sys, time
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-TESTS = ["gemm", "gemm_scaled_sm100", "schedule", "dispatch", "mx", "forward", "forward_sm100", "backward", "backward_sm100"]  # tests/emu/test_<name>.cpp; --tests
+TESTS = ["gemm", "gemm_scaled_sm100", "schedule", "dispatch", "mx", "mx_layer", "forward", "forward_sm100", "backward", "backward_sm100"]  # tests/emu/test_<name>.cpp; --tests
 
-# Which of them run a file, the quickest to notice first; what is not listed: schedule and forward.
-RUN_BY = {"gemm/pair": ["gemm", "gemm_scaled_sm100", "forward_sm100", "backward_sm100"], "stage/yield": ["forward_sm100"], "gemm/gemm": ["gemm", "forward", "forward_sm100"], "gemm/": ["gemm", "forward"],
-          "stage/forward": ["forward", "forward_sm100"], "stage/s1_": ["dispatch", "forward"], "stage/s5_": ["forward"], "kernel/forward": ["forward", "forward_sm100"], "stage/backward": ["backward", "backward_sm100"], "stage/s2_gate_up_bwd": ["backward"], "stage/s4_down_bwd": ["backward"],
-          "stage/s5_combine_bwd": ["backward"], "stage/wgrad": ["backward", "backward_sm100"], "kernel/backward": ["backward", "backward_sm100"], "stage/mx": ["mx"], "kernel/mx": ["mx"], "kernel/link": [],  # measures, and checks itself
-          "arch/": ["gemm"], "layout/": ["forward"]}
+# Which of them run a file, the quickest to notice first. The longest beginning of its name counts.
+RUN_BY = {
+    "": "schedule forward",
+    "arch/": "gemm",
+    "gemm/": "gemm forward",
+    "gemm/gemm": "gemm forward forward_sm100",
+    "gemm/pair": "gemm gemm_scaled_sm100 forward_sm100 backward_sm100",
+    "kernel/backward": "backward backward_sm100",
+    "kernel/forward": "forward forward_sm100",
+    "kernel/link": "",  # measures, and checks itself
+    "kernel/mx": "mx",
+    "layout/": "forward",
+    "stage/backward": "backward backward_sm100",
+    "stage/forward": "forward forward_sm100",
+    "stage/mx": "mx",
+    "stage/s1_": "dispatch mx_layer forward",
+    "stage/s2_gate_up_bwd": "backward",
+    "stage/s4_down_bwd": "backward",
+    "stage/s5_": "forward",
+    "stage/s5_combine_bwd": "backward",
+    "stage/wgrad": "backward backward_sm100",
+    "stage/yield": "forward_sm100",
+}
 
 # Calls that are left out, where they stand as a statement of their own.
 CALLS = re.compile(r"\b(?:wait_(?:mbar|flag|counter)\w*|mbar_arrive\w*|fence_\w+|barrier_\w+|bulk_commit|bulk_wait(?:_read)?<\d+>|wgmma_fence|wgmma_commit"
@@ -255,7 +273,7 @@ def killed_by(build, n, tests, seeds, first_seed, known=(), deadline=float("inf"
 
 def tests_of(file):
     """The tests that are tried for a mutant of this file, of those that were asked for."""
-    tests = next((tests for start, tests in RUN_BY.items() if file.startswith(start)), ["schedule", "forward"])
+    tests = RUN_BY[max((start for start in RUN_BY if file.startswith(start)), key=len)].split()
     return [t for t in tests if t in TESTS]
 
 
