@@ -49,6 +49,8 @@ _grouped = {}
 
 
 def grouped_mm(rows: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    if not len(rows):  # a rank that received nothing
+        return rows @ weights[0]
     function = _grouped.get(rows.device)
     if function is None:
         function = _grouped[rows.device] = _find_grouped_mm(rows.device)
@@ -90,7 +92,8 @@ def moe_layer(x, expert_ids, router_weights, gate_up, down, group=None, num_rank
         rows = rows.index_select(0, by_expert)
         counts = incoming.sum(0)
     offsets = counts.cumsum(0).to(torch.int32)
-    y = grouped_mm(swiglu(grouped_mm(rows, gate_up.transpose(1, 2), offsets)), down.transpose(1, 2), offsets)
+    activation = swiglu if len(rows) else _swiglu  # the compiled one's backward refuses a rank that received nothing
+    y = grouped_mm(activation(grouped_mm(rows, gate_up.transpose(1, 2), offsets)), down.transpose(1, 2), offsets)
     if num_ranks > 1:
         y = torch.empty_like(y).index_copy_(0, by_expert, y)
         y = _Exchange.apply(y, sent, received, group)

@@ -5,11 +5,19 @@
     torchrun --standalone --nproc-per-node=2 bench/bench_layer.py              one process per GPU
     python3 bench/bench_layer.py --shapes kimi,mixtral --json out.json --png out.png
 
+    torchrun … bench/bench_layer.py --routing one-rank --against-ep1 --tokens 512,2048,8192
+
 Every sample is one round: schedule + forward of MoK, its forward alone, the plain path, the dense products. Ratios are taken within a round;
 the table shows their median and quartiles. `burst` leaves the chip time to cool between the parts of a round, `sustained` keeps it busy.
+With several ranks a time is that of the slowest one.
 
 Shapes called NAME-share are what one GPU of an EP-64 group owns: El experts per rank, ids drawn uniformly with replacement. The others are
-whole layers, their experts spread over the ranks at hand. Without installing: PYTHONPATH=python MOK_LIBRARY=build/libmok.so.
+whole layers, their experts spread over the ranks at hand. --routing zipf draws experts with weights 1, 1/2, 1/3 … in a shuffled order; one-rank
+sends every row to rank 0. With either, floating-point work is that of the busiest rank.
+
+--against-ep1 measures in the same rounds what each rank would take alone. Uniform routing: T tokens over its own experts, as many rows as
+before. Skewed routing: all ranks' tokens, and of their routes those to this rank: its row table, row for row.
+Without installing: PYTHONPATH=python MOK_LIBRARY=build/libmok.so.
 """
 
 import argparse
@@ -31,6 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import baseline  # noqa: E402
 
 import mok  # noqa: E402
+from mok import _mx  # noqa: E402
 
 # Hidden, intermediate, experts, top-k, intermediate of the shared expert, of public models' MoE layers.
 MODELS = {
@@ -136,69 +145,17 @@ def git_commit():
         return os.environ.get("MOK_COMMIT")
 
 
-# --- the three contestants ----------------------------------------------------------------------------------------------
-class Layer:
-    """Tensors of one case, and a function for each thing that is measured. MoK and the plain path share the weights [El, 2I, H] and [El, H, I]."""
+# --- the contestants ----------------------------------------------------------------------------------------------------
+class Engine:
+    """A workspace of MoK with its inputs: what is called for a pass."""
 
-    def __init__(self, name, options, group, process_group):
-        model, tokens, local = CASES[name]
-        self.hidden, self.width, experts, self.topk, shared = MODELS[model]
-        self.name, self.group, self.process_group, self.device = name, group, process_group, group.device
-        if options.scale > 1:
-            self.hidden, self.width = (max(64, n // options.scale // 64 * 64) for n in (self.hidden, self.width))
-        self.tokens = options.tokens or max(1, tokens // options.scale)
-        self.experts = local * group.size if local else experts
-        # A library expert count below top-k is refused: a small share gets experts that nobody chooses.
-        self.declared = max(self.experts, self.topk) if group.size == 1 else self.experts
-        self.local = mok.expert_range(self.declared, group.size, group.rank)[1]
-        self.shared = self._shared_width(shared, options)
-        self._make_tensors(options.seed)
-        shape = mok.Shape(self.hidden, self.width, self.declared, self.topk, self.tokens, shared_intermediate=self.shared,
-                          gate_up="combined", save=options.save, ring_rows=options.ring_rows,
-                          minibatch_rows=options.minibatch_rows, minibatch_rows_bwd=options.minibatch_rows)
-        self.workspace = mok.Workspace(shape, group)
-        self.schedule = self.workspace.schedule(self.ids)[0]
-        self.workspace.wait()
-
-    def _shared_width(self, shared, options):
-        if not options.shared:
-            return 0
-        return max(64, shared // options.scale // 64 * 64) if shared else 0
-
-    def _make_tensors(self, seed):
-        def randn(*shape, scale=1.0):
-            return torch.randn(*shape, dtype=torch.bfloat16, device=self.device, generator=weights).mul_(scale)
-
-        weights = torch.Generator(self.device).manual_seed(seed + 1000 * self.group.rank)
-        # One generator draws all ranks' ids, so that every number of ranks sees the same routing of the same tokens.
-        routes = torch.Generator("cpu").manual_seed(seed)
-        ids = torch.randint(self.experts, (self.group.size, self.tokens, self.topk), generator=routes, dtype=torch.int32)
-        self.ids = ids[self.group.rank].to(self.device)
-        self.router_weights = torch.softmax(torch.rand(self.tokens, self.topk, device=self.device, generator=weights), -1)
-        self.x, self.dout = randn(self.tokens, self.hidden), randn(self.tokens, self.hidden)
-        self.gate_up = randn(self.local, 2 * self.width, self.hidden, scale=self.hidden**-0.5)
-        self.down = randn(self.local, self.hidden, self.width, scale=self.width**-0.5)
-        self.weights = mok.LayerWeights(gate=self.gate_up, down=self.down)
-        chosen = self.experts if self.group.size == 1 else self.local
-        self.plain_gate_up, self.plain_down = self.gate_up[:chosen], self.down[:chosen]
-        if self.shared:
-            self.weights.shared_gate = randn(2 * self.shared, self.hidden, scale=self.hidden**-0.5)
-            self.weights.shared_down = randn(self.hidden, self.shared, scale=self.shared**-0.5)
+    def __init__(self, shape, group, ids, inputs, weights):
+        self.ids, self.weights = ids, weights
+        self.x, self.dout, self.router_weights = inputs
         self.out = torch.empty_like(self.x)
-
-    @property
-    def forward_flops(self):
-        return 6.0 * self.tokens * self.hidden * (self.topk * self.width + self.shared)
-
-    def flops(self, what):
-        return self.forward_flops * PASS_FORWARDS[what]
-
-    def dense_flops(self, what):
-        return 6.0 * self.tokens * self.topk * self.hidden * self.width * PASS_FORWARDS[what]
-
-    def padding_share(self):
-        info = self.workspace.schedule_info(self.schedule)
-        return 1 - info.rows / info.table_rows if info.table_rows else 0.0
+        self.workspace = mok.Workspace(shape, group)
+        self.run_schedule()
+        self.workspace.wait()
 
     def run_schedule(self):
         self.schedule = self.workspace.schedule(self.ids)[0]
@@ -210,32 +167,14 @@ class Layer:
         self.run_schedule()
         self.run_forward()
 
-    def plain(self, layer=None):
-        if layer is not None:
-            y = layer(self.x, self.ids.long(), self.router_weights, self.plain_gate_up, self.plain_down, self.group.size)
-        else:
-            y = baseline.moe_layer(self.x, self.ids, self.router_weights, self.plain_gate_up, self.plain_down, self.process_group, self.group.size)
-        if self.shared:
-            y = y + baseline.swiglu(self.x @ self.weights.shared_gate.t()) @ self.weights.shared_down.t()
-        return y
-
-    def prepare_backward(self):
+    def prepare_backward(self, grads):
+        self.grads = grads
         _, self.context = self.workspace.forward(self.schedule, self.x, self.router_weights, self.weights, context=True)
-        shared = (self.weights.shared_gate, self.weights.shared_down)
-        self.grads = mok.LayerGrads(gate=torch.empty_like(self.gate_up), down=torch.empty_like(self.down),
-                                    shared_gate=torch.empty_like(shared[0]) if self.shared else None,
-                                    shared_down=torch.empty_like(shared[1]) if self.shared else None)
-        self.plain_gate_up, self.plain_down = self.plain_gate_up.detach(), self.plain_down.detach()
-        self.leaves = [t.requires_grad_() for t in (self.x, self.router_weights, self.plain_gate_up, self.plain_down)]
-        self.graph = {}
+        self.run_backward()
+        self.workspace.wait()
 
     def run_backward(self):
-        self.workspace.backward(self.schedule, self.context, self.dout, self.x, self.router_weights, self.weights, self.grads)
-
-    def plain_backward(self, layer=None):
-        if layer not in self.graph:
-            self.graph[layer] = self.plain(layer)
-        return torch.autograd.grad(self.graph[layer], self.leaves, self.dout, retain_graph=True)
+        return self.workspace.backward(self.schedule, self.context, self.dout, self.x, self.router_weights, self.weights, self.grads)
 
     def run_train(self):
         _, self.context = self.workspace.forward(self.schedule, self.x, self.router_weights, self.weights, context=True, out=self.out)
@@ -245,12 +184,158 @@ class Layer:
         self.run_schedule()
         self.run_train()
 
+    def run(self, what):
+        return {"forward": self.run_forward, "backward": self.run_backward, "train": self.run_train}[what]
+
+    def table(self):
+        return self.workspace.schedule_info(self.schedule)
+
+
+def draw_routes(options, experts, ranks, tokens, topk):
+    """[ranks, tokens, topk]: one generator draws all ranks' ids, so that every number of ranks sees the same routing of the same tokens."""
+    generator, size = torch.Generator("cpu").manual_seed(options.seed), (ranks, tokens, topk)
+    if options.routing == "zipf":
+        weights = 1 / torch.arange(1, experts + 1)
+        order = torch.randperm(experts, generator=generator)
+        return order[torch.multinomial(weights, ranks * tokens * topk, True, generator=generator)].view(size).to(torch.int32)
+    chosen = mok.expert_range(experts, ranks, 0)[1] if options.routing == "one-rank" else experts
+    return torch.randint(chosen, size, generator=generator, dtype=torch.int32)
+
+
+class Layer:
+    """Tensors of one case, and a function for each thing that is measured. MoK and the plain path share the weights [El, 2I, H] and [El, H, I]."""
+
+    def __init__(self, name, tokens, options, group, process_group):
+        model, usual_tokens, local = CASES[name]
+        self.hidden, self.width, experts, self.topk, shared = MODELS[model]
+        self.name, self.group, self.process_group, self.device, self.options = name, group, process_group, group.device, options
+        if options.scale > 1:
+            self.hidden, self.width = (max(64, n // options.scale // 64 * 64) for n in (self.hidden, self.width))
+        self.tokens = tokens or max(1, usual_tokens // options.scale)
+        self.experts = local * group.size if local else experts
+        # A library expert count below top-k is refused: a small share gets experts that nobody chooses.
+        self.declared = max(self.experts, self.topk) if group.size == 1 else self.experts
+        self.first, self.local = mok.expert_range(self.declared, group.size, group.rank)
+        self.shared = self._shared_width(shared)
+        self.engines = {}  # those that MoK is compared with
+        self._make_tensors()
+        self.mok = self._engine(group, self.declared, self.ids, (self.x, self.dout, self.router_weights), self.weights, options.dtype, self.shared)
+        self._count_rows()
+        if options.dtype != "bf16":
+            self.engines["bf16"] = self._engine(group, self.declared, self.ids, (self.x, self.dout, self.router_weights), self._bf16_weights(), "bf16", self.shared)
+        if options.against_ep1 and group.size > 1:
+            self.engines["ep1"] = self._alone()
+
+    def _shared_width(self, shared):
+        if not self.options.shared:
+            return 0
+        return max(64, shared // self.options.scale // 64 * 64) if shared else 0
+
+    def _engine(self, group, experts, ids, inputs, weights, dtype, shared):
+        o = self.options
+        shape = mok.Shape(self.hidden, self.width, experts, self.topk, ids.shape[0], shared_intermediate=shared, gate_up="combined", dtype=dtype, save=o.save,
+                          ring_rows=o.ring_rows, minibatch_rows=o.minibatch_rows, minibatch_rows_bwd=o.minibatch_rows)
+        return Engine(shape, group, ids, inputs, weights)
+
+    def _randn(self, *shape, scale=1.0):
+        return torch.randn(*shape, dtype=torch.bfloat16, device=self.device, generator=self.generator).mul_(scale)
+
+    def _inputs(self, tokens):
+        """x, dout, router weights"""
+        x, dout = self._randn(tokens, self.hidden), self._randn(tokens, self.hidden)
+        return x, dout, torch.softmax(torch.rand(tokens, self.topk, device=self.device, generator=self.generator), -1)
+
+    def _make_tensors(self):
+        self.generator = torch.Generator(self.device).manual_seed(self.options.seed + 1000 * self.group.rank)
+        self.all_ids = draw_routes(self.options, self.experts, self.group.size, self.tokens, self.topk)
+        self.ids = self.all_ids[self.group.rank].to(self.device)
+        self.x, self.dout, self.router_weights = self._inputs(self.tokens)
+        self.gate_up = self._randn(self.local, 2 * self.width, self.hidden, scale=self.hidden**-0.5)
+        self.down = self._randn(self.local, self.hidden, self.width, scale=self.width**-0.5)
+        if self.shared:
+            self.shared_gate = self._randn(2 * self.shared, self.hidden, scale=self.hidden**-0.5)
+            self.shared_down = self._randn(self.hidden, self.shared, scale=self.shared**-0.5)
+        chosen = self.experts if self.group.size == 1 else self.local
+        self.plain_gate_up, self.plain_down = self.gate_up[:chosen], self.down[:chosen]
+        self.weights = self._bf16_weights() if self.options.dtype == "bf16" else self._with_shared(*(_mx.quantise(w, True, True) for w in (self.gate_up, self.down)))
+
+    def _with_shared(self, gate_up, down):
+        shared = dict(shared_gate=self.shared_gate, shared_down=self.shared_down) if self.shared else {}
+        return mok.LayerWeights(gate=gate_up, down=down, **shared)
+
+    def _bf16_weights(self):
+        return self._with_shared(self.gate_up, self.down)
+
+    def _alone(self):
+        """This rank by itself: the same number of rows, or with a skewed routing the same row table."""
+        experts = max(self.local, self.topk)
+        if self.options.routing == "uniform":
+            generator = torch.Generator("cpu").manual_seed(self.options.seed + 7 + self.group.rank)
+            ids = torch.randint(self.local, (self.tokens, self.topk), generator=generator, dtype=torch.int32)
+        else:
+            ids = self.all_ids.reshape(-1, self.topk) - self.first
+            ids[(ids < 0) | (ids >= self.local)] = -1
+        unused = [torch.zeros(experts - self.local, *w.shape[1:], dtype=w.dtype, device=self.device) for w in (self.gate_up, self.down)]
+        gate_up, down = (torch.cat(pair) if len(pair[1]) else pair[0] for pair in zip((self.gate_up, self.down), unused))
+        weights = mok.LayerWeights(gate=gate_up, down=down)
+        if self.options.dtype != "bf16":
+            weights = mok.LayerWeights(gate=_mx.quantise(gate_up, True, True), down=_mx.quantise(down, True, True))
+        engine = self._engine(mok.Group.local(self.device), experts, ids.to(self.device), self._inputs(len(ids)), weights, self.options.dtype, 0)
+        engine.gradients = mok.LayerGrads(gate=torch.empty_like(gate_up), down=torch.empty_like(down))
+        return engine
+
+    def _count_rows(self):
+        """Rows of the busiest rank: what the pass cannot be faster than."""
+        rows = torch.tensor([self.mok.table().rows], device=self.device)
+        if self.group.size > 1:
+            torch.distributed.all_reduce(rows, torch.distributed.ReduceOp.MAX, group=self.process_group)
+        self.busiest_rows = int(rows)
+        self.rows = self.tokens * self.topk if self.options.routing == "uniform" else self.busiest_rows
+
+    def flops(self, what):
+        return 6.0 * self.hidden * (self.rows * self.width + self.tokens * self.shared) * PASS_FORWARDS[what]
+
+    def dense_flops(self, what):
+        return 6.0 * self.rows * self.hidden * self.width * PASS_FORWARDS[what]
+
+    def padding_share(self):
+        info = self.mok.table()
+        return 1 - info.rows / info.table_rows if info.table_rows else 0.0
+
+    def close(self):
+        for engine in (self.mok, *self.engines.values()):
+            engine.workspace.close()
+
+    def plain(self, layer=None):
+        if layer is not None:
+            y = layer(self.x, self.ids.long(), self.router_weights, self.plain_gate_up, self.plain_down, self.group.size)
+        else:
+            y = baseline.moe_layer(self.x, self.ids, self.router_weights, self.plain_gate_up, self.plain_down, self.process_group, self.group.size)
+        if self.shared:
+            y = y + baseline.swiglu(self.x @ self.shared_gate.t()) @ self.shared_down.t()
+        return y
+
+    def prepare_backward(self):
+        grads = mok.LayerGrads(gate=torch.empty_like(self.gate_up), down=torch.empty_like(self.down),
+                               shared_gate=torch.empty_like(self.shared_gate) if self.shared else None,
+                               shared_down=torch.empty_like(self.shared_down) if self.shared else None)
+        for engine in (self.mok, *self.engines.values()):
+            engine.prepare_backward(getattr(engine, "gradients", grads))
+        self.plain_gate_up, self.plain_down = self.plain_gate_up.detach(), self.plain_down.detach()
+        self.leaves = [t.requires_grad_() for t in (self.x, self.router_weights, self.plain_gate_up, self.plain_down)]
+        self.graph = {}
+
+    def plain_backward(self, layer=None):
+        if layer not in self.graph:
+            self.graph[layer] = self.plain(layer)
+        return torch.autograd.grad(self.graph[layer], self.leaves, self.dout, retain_graph=True)
+
     def plain_train(self, layer=None):
         torch.autograd.grad(self.plain(layer), self.leaves, self.dout)
 
     def make_dense(self, what):
         """The layer's products as dense ones of the same number of rows: [rows, H] x [H, 2I] and [rows, I] x [I, H], or their four gradients."""
-        rows = self.tokens * self.topk
+        rows = self.rows if self.options.routing == "uniform" else max(int(self.mok.table().rows), 1)
 
         def random(*shape):
             return torch.randn(*shape, dtype=torch.bfloat16, device=self.device)
@@ -270,29 +355,36 @@ class Layer:
         return run
 
 
+# How far MoK and the plain path, which is bf16, may differ, as a share of the result's size.
+LIMITS = {"bf16": (0.02, 0.03), "mxfp8": (0.08, 0.15)}
+
+
+def difference(a, b):
+    size = b.float().abs().sum().item()
+    return (a.float() - b.float()).abs().sum().item() / size if size else float((a != 0).any())
+
+
 def check_same(layer, options):
-    """The contestants compute the same thing, within bf16."""
-    layer.run_total()
-    layer.workspace.wait()
-    want = layer.plain().float()
-    got = layer.out.float()
-    error = ((got - want).abs().sum() / want.abs().sum()).item()
-    if not error < 0.02:
+    """The contestants compute the same thing, within the arithmetic's error."""
+    layer.mok.run_total()
+    layer.mok.workspace.wait()
+    error = difference(layer.mok.out, layer.plain())
+    if not error < LIMITS[options.dtype][0]:
         raise SystemExit(f"{layer.name}: MoK and the plain path differ by {error:.3g} of the output's size; nothing was measured")
     return error
 
 
 def check_same_gradients(layer):
     """dx, the router weights' gradient and those of both weights against autograd through the plain path -> the worst error."""
-    dx, drouter = layer.workspace.backward(layer.schedule, layer.context, layer.dout, layer.x, layer.router_weights, layer.weights, layer.grads)
-    layer.workspace.wait()
+    dx, drouter = layer.mok.run_backward()
+    layer.mok.workspace.wait()
     want = layer.plain_backward()
     chosen = layer.plain_gate_up.shape[0]
-    got = (dx, drouter, layer.grads.gate[:chosen], layer.grads.down[:chosen])
+    got = (dx, drouter, layer.mok.grads.gate[:chosen], layer.mok.grads.down[:chosen])
     worst = 0.0
     for name, a, b in zip(("dx", "drouter_weights", "dgate_up", "ddown"), got, want):
-        error = ((a.float() - b.float()).abs().sum() / b.float().abs().sum()).item()
-        if not error < 0.03:
+        error = difference(a, b)
+        if not error < LIMITS[layer.options.dtype][1]:
             raise SystemExit(f"{layer.name}: {name} of MoK and of the plain path differ by {error:.3g} of its size; nothing was measured")
         worst = max(worst, error)
     return worst
@@ -341,19 +433,11 @@ def percentile(values, q):
 
 def contestants(layer, what, other):
     """name -> what is called, in the order of a round."""
-    if what == "forward":
-        named = {"mok": layer.run_forward, "total": layer.run_total, "plain": layer.plain, "dense": layer.make_dense(what), "schedule": layer.run_schedule}
-        if other:
-            named["other"] = lambda: layer.plain(other)
-    elif what == "train":
-        named = {"mok": layer.run_train, "total": layer.run_train_total, "plain": layer.plain_train, "dense": layer.make_dense(what)}
-        if other:
-            named["other"] = lambda: layer.plain_train(other)
-    else:
-        named = {"mok": layer.run_backward, "plain": layer.plain_backward, "dense": layer.make_dense(what)}
-        if other:
-            named["other"] = lambda: layer.plain_backward(other)
-    return named
+    ours, plain = layer.mok, {"forward": layer.plain, "backward": layer.plain_backward, "train": layer.plain_train}[what]
+    total = {"forward": ours.run_total, "train": ours.run_train_total}.get(what)
+    named = {"mok": ours.run(what), "total": total, "plain": plain, "dense": layer.make_dense(what), "schedule": ours.run_schedule if what == "forward" else None,
+             "other": (lambda: plain(other)) if other else None, **{name: engine.run(what) for name, engine in layer.engines.items()}}
+    return {name: function for name, function in named.items() if function}
 
 
 def measure(layer, what, mode, options, machine, other):
@@ -380,8 +464,17 @@ def measure(layer, what, mode, options, machine, other):
                 times[name].append(ms)
                 if us is not None:
                     host[name].append(us)
-    layer.workspace.wait()
-    return times, host
+    layer.mok.workspace.wait()
+    return slowest(layer, times), host
+
+
+def slowest(layer, times):
+    """Of the ranks, round by round."""
+    if layer.group.size == 1:
+        return times
+    all_times = torch.tensor(list(times.values()), dtype=torch.float64, device=layer.device)
+    torch.distributed.all_reduce(all_times, torch.distributed.ReduceOp.MAX, group=layer.process_group)
+    return dict(zip(times, all_times.tolist()))
 
 
 def record_of(layer, what, mode, times, host, error, machine, commit, options):
@@ -393,7 +486,8 @@ def record_of(layer, what, mode, times, host, error, machine, commit, options):
     ms = statistics.median(times["mok"])
     record = {
         "shape": layer.name, "T": layer.tokens, "H": layer.hidden, "I": layer.width, "E": layer.experts, "K": layer.topk, "ranks": layer.group.size,
-        "shared": layer.shared, "save": options.save, "ring_rows": layer.workspace.plan.ring_rows, "dtype": "bf16", "pass": what, "mode": mode,
+        "shared": layer.shared, "save": options.save, "ring_rows": layer.mok.workspace.plan.ring_rows, "dtype": options.dtype, "routing": options.routing,
+        "busiest_rows": layer.busiest_rows, "pass": what, "mode": mode,
         "ms": {"p50": ms, "p99": percentile(times["mok"], 0.99)},
         "tflops": flops / ms * 1e-9, "dense_tflops": layer.dense_flops(what) / statistics.median(times["dense"]) * 1e-9,
         "dense_ratio": dense[1], "dense_ratio_quartiles": dense,
@@ -405,12 +499,17 @@ def record_of(layer, what, mode, times, host, error, machine, commit, options):
         "device": machine.name, "driver": machine.driver, "sm_clock": machine.sm_clock, "commit": commit,
         "torch": torch.__version__, "env": {k: v for k, v in os.environ.items() if k.startswith("MOK_") and k != "MOK_LIBRARY"},
     }
+    for name, key in (("ep1", "ratio_to_ep1" if options.routing == "uniform" else "ratio_to_ep1_same_table"), ("bf16", "ratio_to_bf16")):
+        if name in times:
+            ratio = quartiles([m / t for m, t in zip(times["mok"], times[name])])
+            record.update({f"{name}_ms": statistics.median(times[name]), key: ratio[1], f"{key}_quartiles": ratio})
     return record
 
 
 # --- output -------------------------------------------------------------------------------------------------------------
 COLUMNS = (("shape", 26), ("T", 6), ("H", 6), ("I", 6), ("E", 4), ("K", 3), ("pass", 9), ("mode", 10), ("ms p50", 9), ("p99", 9), ("TFLOP/s", 8), ("dense", 7),
-           ("of dense (quartiles)", 21), ("sched", 7), ("total", 8), ("plain", 8), ("speedup (quartiles)", 20), ("MHz", 5), ("pad", 5), ("host us", 8))
+           ("of dense (quartiles)", 21), ("sched", 7), ("total", 8), ("plain", 8), ("speedup (quartiles)", 20), ("MHz", 5), ("pad", 5), ("host us", 8),
+           ("of EP 1", 8))
 
 
 def print_head():
@@ -426,7 +525,8 @@ def print_row(r):
 
     cells = (r["shape"], r["T"], r["H"], r["I"], r["E"], r["K"], r["pass"], r["mode"], number(r["ms"]["p50"], 3), number(r["ms"]["p99"], 3),
              number(r["tflops"], 1), number(r["dense_tflops"], 1), three(r["dense_ratio_quartiles"]), number(r["schedule_ms"], 3), number(r["total_ms"], 3),
-             number(r["baseline_ms"], 3), three(r["speedup_quartiles"]), number(r["sm_clock"], 0), f"{100 * r['padding_share']:.0f}%", number(r["host_us"], 0))
+             number(r["baseline_ms"], 3), three(r["speedup_quartiles"]), number(r["sm_clock"], 0), f"{100 * r['padding_share']:.0f}%", number(r["host_us"], 0),
+             number(r.get("ratio_to_ep1", r.get("ratio_to_ep1_same_table")), 3))
     print("  ".join(f"{cell!s:<{width}}" if i == 0 else f"{cell!s:>{width}}" for i, (cell, (_, width)) in enumerate(zip(cells, COLUMNS))), flush=True)
 
 
@@ -447,7 +547,7 @@ def draw(records, path):
         axis.bar([p + shift for p in place], heights, 0.26, label=label, color=colour)
     axis.set_xticks(list(place), labels, rotation=60, ha="right", fontsize=8)
     axis.set_ylabel("TFLOP/s")
-    axis.set_title(f"{records[0]['device']}, {records[0]['ranks']} rank(s), bf16")
+    axis.set_title(f"{records[0]['device']}, {records[0]['ranks']} rank(s), {records[0]['dtype']}, {records[0]['routing']} routing")
     axis.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=130)
@@ -459,13 +559,16 @@ def parse(arguments=None):
     p.add_argument("--device", default=None, choices=("cpu", "cuda"), help="default: cuda if there is one")
     p.add_argument("--shapes", default="", help="comma-separated names, or parts of names; default: the usual ones")
     p.add_argument("--all", action="store_true", help="also whole layers of the largest models")
-    p.add_argument("--passes", default="forward", help="forward, backward or both, comma-separated")
+    p.add_argument("--passes", default="forward", help="forward, backward, train: comma-separated")
+    p.add_argument("--routing", default="uniform", choices=("uniform", "zipf", "one-rank"))
+    p.add_argument("--dtype", default="bf16", choices=tuple(LIMITS), help="of MoK's routed experts; mxfp8 is measured beside bf16")
+    p.add_argument("--against-ep1", action="store_true", help="with ranks: also every rank by itself, with the same rows")
     p.add_argument("--modes", default="burst,sustained")
     p.add_argument("--pairs", type=int, default=24, help="rounds, each with every contestant")
     p.add_argument("--warmup", type=int, default=3)
     p.add_argument("--busy-ms", type=float, default=40, help="sustained: how long each contestant runs at a time")
     p.add_argument("--rest-ms", type=float, default=5, help="burst: rest before each")
-    p.add_argument("--tokens", type=int, default=0, help="tokens per rank instead of the shape's")
+    p.add_argument("--tokens", default="0", help="tokens per rank instead of the shape's; several with commas")
     p.add_argument("--scale", type=int, default=1, help="divide tokens and widths, to try the program on a small machine")
     p.add_argument("--shared", action="store_true", help="with the model's shared expert (left out of ratios otherwise)")
     p.add_argument("--save", default="auto", help="save policy of MoK's context")
@@ -479,6 +582,10 @@ def parse(arguments=None):
     wanted = [part for part in options.shapes.split(",") if part]
     options.names = [n for n in CASES if any(part == n or part in n and part not in CASES for part in wanted)] if wanted else list(CASES) if options.all else USUAL
     options.passes, options.modes = options.passes.split(","), options.modes.split(",")
+    try:
+        options.tokens = [int(n) for n in options.tokens.split(",")]
+    except ValueError:
+        p.error(f"--tokens is {options.tokens!r}, but must be numbers with commas")
     if not options.names or set(options.passes) - set(PASSES) or set(options.modes) - {"burst", "sustained"}:
         p.error(f"shapes: {', '.join(CASES)}; passes: {', '.join(PASSES)}; modes: burst, sustained")
     return options
@@ -506,8 +613,13 @@ def load_other(path):
     return module.layer
 
 
-def run_case(name, options, group, process_group, machine, commit, other):
-    layer = Layer(name, options, group, process_group)
+def run_case(name, tokens, options, group, process_group, machine, commit, other):
+    try:
+        layer = Layer(name, tokens, options, group, process_group)
+    except mok.UnsupportedError as refusal:
+        if group.rank == 0:
+            print(f"{name}: left out: {refusal}", flush=True)
+        return []
     with torch.no_grad():
         error = check_same(layer, options)
     records = []
@@ -515,8 +627,6 @@ def run_case(name, options, group, process_group, machine, commit, other):
         try:
             if what != "forward":
                 layer.prepare_backward()
-                layer.run_backward()
-                layer.workspace.wait()
                 with torch.enable_grad():
                     error = check_same_gradients(layer)
         except mok.UnsupportedError as refusal:
@@ -527,7 +637,7 @@ def run_case(name, options, group, process_group, machine, commit, other):
             records.append(record_of(layer, what, mode, times, host, error, machine, commit, options))
             if group.rank == 0:
                 print_row(records[-1])
-    layer.workspace.close()
+    layer.close()
     return records
 
 
@@ -537,12 +647,12 @@ def main(arguments=None):
     machine, commit, other = Machine(group.device), git_commit(), load_other(options.other_baseline)
     kind, records = baseline.compile_swiglu(group.device), []
     if group.rank == 0:
-        print(f"{machine.name}, driver {machine.driver}, {group.size} rank(s), torch {torch.__version__}, libmok {mok.version()}, commit {commit}, "
+        print(f"{machine.name}, driver {machine.driver}, {group.size} rank(s), torch {torch.__version__}, libmok {mok.version()}, commit {commit}, {options.dtype}, {options.routing} routing, "
               f"plain path's SwiGLU: {kind}; speedup = plain / (schedule + forward), of dense = dense / forward")
         print_head()
-    for name in options.names:
+    for name, tokens in ((name, tokens) for name in options.names for tokens in options.tokens):
         try:
-            records += run_case(name, options, group, process_group, machine, commit, other)
+            records += run_case(name, tokens, options, group, process_group, machine, commit, other)
         except torch.OutOfMemoryError as error:
             print(f"{name}: left out, not enough memory: {error}")
         except mok.RunError as error:

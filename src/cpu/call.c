@@ -65,6 +65,8 @@ static mok_status check_order(const patience *p, int32_t r)
     for (; v; v = v->next) {
         if (v == w || v->backend != w->backend || __atomic_load_n(epoch_word(v, v->heap, r), __ATOMIC_ACQUIRE) <= v->epoch)
             continue;
+        if (__atomic_load_n(epoch_word(w, w->heap, r), __ATOMIC_ACQUIRE) >= p->epoch) /* it came here, and has gone on to that one since the last look */
+            return MOK_OK;
         const mk_call_head *theirs = (const mk_call_head *)(const void *)(v->heaps[r] + v->memory.call_heads) + ((v->calls + 1) & 1);
         const mk_call_head *ours = head_of(w, w->dims.rank), *low = w->dims.rank < r ? ours : theirs, *high = w->dims.rank < r ? theirs : ours;
         const mok_workspace *low_in = low == ours ? w : v, *high_in = low == ours ? v : w;

@@ -49,3 +49,27 @@ def test_bench_layer_writes_its_records(ranks, tmp_path):
     for r in records:
         assert {"shape", "T", "H", "I", "E", "K", "ranks", "dtype", "pass", "ms", "tflops", "dense_tflops", "dense_ratio", "baseline_ms", "speedup", "device", "driver", "sm_clock",
                 "commit"} <= set(r) and r["ranks"] == ranks and r["ms"]["p50"] > 0
+
+
+def bench_layer(tmp_path, ranks, *words):
+    run("bench/bench_layer.py", "--device", "cpu", "--scale", 32, "--pairs", 2, "--modes", "burst", "--warmup", 1, "--json", tmp_path / "b.json", *words, ranks=ranks)
+    return json.loads((tmp_path / "b.json").read_text())
+
+
+def test_bench_layer_sends_every_row_to_one_rank_and_compares_with_that_rank_alone(tmp_path):
+    records = bench_layer(tmp_path, 2, "--shapes", "kimi-k2.7-code-share", "--routing", "one-rank", "--against-ep1", "--passes", "forward,train", "--tokens", "17,40")
+    assert [(r["T"], r["pass"]) for r in records] == [(17, "forward"), (17, "train"), (40, "forward"), (40, "train")]
+    for r in records:
+        assert r["busiest_rows"] == 2 * 8 * r["T"] and r["routing"] == "one-rank" and r["ratio_to_ep1_same_table"] > 0 and r["ep1_ms"] > 0 and "ratio_to_ep1" not in r
+
+
+def test_bench_layer_draws_zipf_and_computes_in_mxfp8(tmp_path):
+    (r,) = bench_layer(tmp_path, 2, "--shapes", "kimi-k2.7-code-share", "--routing", "zipf", "--dtype", "mxfp8", "--against-ep1")
+    assert r["dtype"] == "mxfp8" and r["ratio_to_bf16"] > 0 and r["ratio_to_ep1_same_table"] > 0
+    assert r["T"] * r["K"] < r["busiest_rows"] < 2 * r["T"] * r["K"]  # skewed, but not onto one rank
+    assert 0.001 < r["error"] < 0.08  # what MXFP8 loses against bf16: something, and no more
+
+
+def test_bench_layer_compares_uniform_routing_with_as_many_rows_alone(tmp_path):
+    (r,) = bench_layer(tmp_path, 2, "--shapes", "mixtral", "--against-ep1")
+    assert r["ratio_to_ep1"] > 0 and "ratio_to_ep1_same_table" not in r and r["dtype"] == "bf16"
