@@ -70,6 +70,9 @@ void layer_result_free(layer_result *result);
 /* Runs schedule, forward, [recompute,] backward on all ranks. The first failing rank's status; error receives its sentence. */
 mok_status layer_run(const layer_problem *problem, const layer_options *options, layer_result *result, char error[512]);
 
+/* One rank of a group that the caller has made, in this thread; o->ranks is the group's size. Its parts of the result are written. The group stays. */
+mok_status layer_run_rank(const layer_problem *problem, const layer_options *options, layer_result *result, mok_group *group, char error[512]);
+
 /* splitmix64 and a normal deviate, so that data is the same everywhere. */
 uint64_t layer_random(uint64_t *state);
 double layer_normal(uint64_t *state);

@@ -13,7 +13,7 @@
 
 typedef struct soak_settings {
     mok_backend_id backend;
-    int64_t steps, first, seconds, seed, faults;
+    int64_t steps, first, seconds, seed, faults, processes;
 } soak_settings;
 
 /* Steps are numbered, and a step's number and the seed decide all of it, so that any one can be repeated alone. */
@@ -37,6 +37,10 @@ static bool run(const soak_settings *s, soak_counts *counts, int64_t *step, char
             ok = soak_fault(seed, error, size);
             counts->faults += ok;
         }
+        if (ok && s->processes && *step % s->processes == s->processes - 1) {
+            ok = soak_processes(seed, counts, error, size);
+            counts->processes += ok;
+        }
         term_progress_update(&progress, *step - s->first + 1);
         if (!ok)
             break;
@@ -55,6 +59,7 @@ static void print_json(const soak_settings *s, const soak_counts *c, bool ok, in
     json_bool(&w, "passed", ok);
     json_int(&w, "steps", c->steps);
     json_int(&w, "faults", c->faults);
+    json_int(&w, "processes_ended", c->processes);
     json_int(&w, "rows", c->rows);
     json_int(&w, "ring_rotations", c->ring_rotations);
     json_int(&w, "rows_replayed", c->rows_replayed);
@@ -80,12 +85,12 @@ static int soak(const soak_settings *s, bool json)
         print_json(s, &counts, ok, step, seconds, error);
     else
         printf("%lld steps in %s, each with the bits of its repetition and of one rank; %lld faults, each told to all ranks\n"
-               "%s rows, %s turns of rings, %s rows replayed, %s weight gradients continued\n", (long long)counts.steps, term_seconds(seconds).text,
-               (long long)counts.faults, term_count(counts.rows).text, term_count(counts.ring_rotations).text, term_count(counts.rows_replayed).text,
+               "%lld processes killed or stopped, and the others went on without them\n%s rows, %s turns of rings, %s rows replayed, %s weight gradients continued\n", (long long)counts.steps, term_seconds(seconds).text,
+               (long long)counts.faults, (long long)counts.processes, term_count(counts.rows).text, term_count(counts.ring_rotations).text, term_count(counts.rows_replayed).text,
                term_count(counts.wgrad_continued).text);
     if (!ok)
-        fprintf(stderr, "mok soak: step %lld: %s\n  repeat: mok soak --backend %s --seed %lld --first %lld --steps 1%s\n", (long long)step, error,
-                shape_backend_name(s->backend), (long long)s->seed, (long long)step, s->faults ? "" : " --faults 0");
+        fprintf(stderr, "mok soak: step %lld: %s\n  repeat: mok soak --backend %s --seed %lld --first %lld --steps 1 --faults %d --processes %d\n", (long long)step, error,
+                shape_backend_name(s->backend), (long long)s->seed, (long long)step, s->faults != 0, s->processes != 0);
     return ok ? 0 : 1;
 }
 
@@ -102,6 +107,7 @@ int command_soak(int argc, char **argv)
         ARG_INT("seed", "N", &s.seed, 1, 0, ARG_NO_LIMIT, "of everything"),
         ARG_INT("first", "N", &s.first, 0, 0, ARG_NO_LIMIT, "number of the first step: to repeat one"),
         ARG_INT("faults", "N", &s.faults, 10, 0, ARG_NO_LIMIT, "a fault on cpu ranks after every N-th step, 0 for none"),
+        ARG_INT("processes", "N", &s.processes, 200, 0, ARG_NO_LIMIT, "after every N-th step, cpu ranks as processes, one of which ends; 0 for never"),
         ARG_STRING("backend", "NAME", &backend, "cpu", "cpu, or cuda: ranks share the first GPU"),
         ARG_FLAG("json", &json, "print JSON"),
     };

@@ -56,6 +56,28 @@ TEST(ranks_that_are_told_different_things_are_noticed)
     unsetenv("MOK_SOAK_FAULT");
 }
 
+TEST(F2_processes_that_end_leave_the_others_to_go_on)
+{
+    char *text, seed[32];
+    snprintf(seed, sizeof seed, "%llu", (unsigned long long)(test_seed() >> 16));
+    CHECK_EQ(CAPTURE(command_soak, &text, "--steps", "3", "--faults", "0", "--processes", "1", "--seed", seed, "--json"), 0);
+    json_value *v = parse(text);
+    if (v) {
+        CHECK(json_get(v, "passed")->boolean);
+        CHECK_EQ(json_get(v, "processes_ended")->integer, 3);
+        CHECK(json_get(v, "steps")->integer >= 3 + 3 * 4); /* at least one process of each three goes on for four steps */
+    }
+    json_free(v);
+    free(text);
+    setenv("MOK_SOAK_FAULT", "process", 1);
+    CHECK_EQ(CAPTURE(command_soak, &text, "--steps", "1", "--faults", "0", "--processes", "1", "--seed", "3", "--json"), 1);
+    v = parse(text);
+    CHECK_STR(v ? json_get(v, "error")->string : "", "is not as one rank has it");
+    json_free(v);
+    free(text);
+    unsetenv("MOK_SOAK_FAULT");
+}
+
 TEST(doctor_prints_every_finding_in_both_forms)
 {
     char *text;
