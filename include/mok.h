@@ -165,7 +165,7 @@ typedef struct mok_config {
     /* Local. May differ from rank to rank. */
     mok_backend_id backend;        /* auto: cuda if the group has GPUs, else cpu */
     int32_t cpu_threads;           /* cpu backend: threads of this rank; 0 = cores / ranks of this process, at least 1 */
-    int64_t timeout_ms;            /* longest wait for another rank; 0 = 600 000 */
+    int64_t timeout_ms;            /* longest wait for another rank, and of a kernel for work of its own GPU inside a pass; 0 = 600 000 */
 } mok_config;
 
 /* ---------------------------------------------------------------------------------------------------------------------

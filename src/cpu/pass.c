@@ -354,6 +354,9 @@ static void write_context_head(const mk_cpu_run *run, void *context)
     *h = (mk_context_head){MK_CONTEXT_MAGIC, run->w->fingerprint, run->table.head->number, run->call->num_tokens, run->d->saved_tiles};
 }
 
+/* dWd is of dout and w h: only gate's and up's gradients need the rows of x again. */
+static bool wants_x(const mok_grads *g) { return g->gate.packed || g->gate.experts || g->up.packed || g->up.experts; }
+
 mok_status mk_cpu_pass(mok_workspace *w, const mk_call *call)
 {
     bool backward = call->operation == MK_OP_BACKWARD, forward = call->operation == MK_OP_FORWARD;
@@ -368,7 +371,7 @@ mok_status mk_cpu_pass(mok_workspace *w, const mk_call *call)
     locate_memory(&run, backward ? (void *)(uintptr_t)b->context : f->context);
     plan_walk(&run, backward ? MK_PASS_BACKWARD : forward ? MK_PASS_FORWARD : MK_PASS_RECOMPUTE);
     if (backward)
-        run.need_x = run.want_weights || run.walk.replay_from < run.walk.num_tiles;
+        run.need_x = (run.want_weights && wants_x(&b->grads)) || run.walk.replay_from < run.walk.num_tiles;
 
     uint64_t begin = mk_cpu_trace_plain(w, 0, mk_cpu_trace_time(w), MK_TRACE_call, call->operation);
     MK_TRY(mk_cpu_call_open(w, call, run.table.head->number));

@@ -182,6 +182,22 @@ static mok_status resolve_schedule(mok_config *c, int32_t num_ranks, mk_machine 
     return MOK_OK;
 }
 
+/* Tasks of a backward that the worst routing gives the rank with most experts, at most: in tiles of 128 columns (layout/walk.h; a forward has fewer). Kernels
+ * draw them from a ticket of 32 bits. The same on all ranks. */
+static mok_status check_tasks(const mok_config *c, const mk_dims *d)
+{
+    enum { COLS = 128 };
+    int64_t wide = mk_ceil_div(d->hidden, COLS), narrow = mk_ceil_div(d->intermediate, COLS), shared = mk_ceil_div(d->shared_intermediate, COLS);
+    int64_t most = most_experts(c, d->num_ranks), tiles = (c->max_tokens * d->num_ranks * c->topk + most * (MK_ROW_TILE - 1)) / MK_ROW_TILE;
+    int64_t pieces = most + mk_ceil_div(tiles, d->mb_tiles_bwd);
+    int64_t tasks = tiles * (3 * narrow + wide) + pieces * 3 * narrow * wide + MK_SHARED_TILES(d) * (3 * shared + wide) + 3 * shared * wide;
+    if (tasks > INT32_MAX)
+        return mk_fail(MOK_E_SHAPE, "max_tokens %lld x %d ranks x topk %lld with hidden %lld, intermediate %lld and minibatch_rows_bwd %lld may give a pass %lld tasks: at "
+                       "most %d can be numbered", (long long)c->max_tokens, d->num_ranks, (long long)c->topk, (long long)d->hidden, (long long)d->intermediate,
+                       (long long)c->minibatch_rows_bwd, (long long)tasks, INT32_MAX);
+    return MOK_OK;
+}
+
 mok_status mk_resolve(mok_config *c, int32_t num_ranks, int32_t rank, mk_machine machine, mk_dims *d)
 {
     MK_TRY(check_shape(c, num_ranks));
@@ -217,7 +233,7 @@ mok_status mk_resolve(mok_config *c, int32_t num_ranks, int32_t rank, mk_machine
     if (d->experts_count)
         d->capacity_tiles = (c->max_tokens * num_ranks * c->topk + d->experts_count * (MK_ROW_TILE - 1)) / MK_ROW_TILE;
     d->saved_tiles = c->save == MOK_SAVE_ALL ? d->capacity_tiles : mk_min(c->save_rows / MK_ROW_TILE, d->capacity_tiles);
-    return MOK_OK;
+    return check_tasks(c, d);
 }
 
 void mk_fill_plan(const mok_config *c, const mk_dims *d, const mk_memory *memory, mk_machine machine, mok_plan *plan)

@@ -66,10 +66,18 @@ def _split(gate, up, gate_up):
     return gate, up
 
 
+def _limited(value, low, high):
+    """value.clamp(low, high), whose gradient passes where the value, rounded to bf16, is within the limits. The layer limits gate and up after rounding them
+    (docs/contract.md), as a bf16 chain does; a float64 oracle that decided before would differ from both by whole gradients of values next to a limit."""
+    inside = (value.detach().bfloat16() >= low) & (value.detach().bfloat16() <= high)
+    limited = value.detach().clamp(low, high)
+    return torch.where(inside, value + (limited - value.detach()), limited)
+
+
 def expert(x, gate, up, down, limit):
     g, u = x @ gate.T, x @ up.T
     if limit:
-        g, u = g.clamp(max=limit), u.clamp(-limit, limit)
+        g, u = _limited(g, -float("inf"), limit), _limited(u, -limit, limit)
     return (F.silu(g) * u) @ down.T
 
 
@@ -102,9 +110,9 @@ def error(value, oracle):
     return ((value.double() - oracle.double()).norm() / norm).item() if norm > 0 else value.double().abs().max().item() if value.numel() else 0.0
 
 
-def assert_as_good(got, p: Problem, names=None, factor=2.0):
-    """Every result's error against float64 is at most `factor` times that of the bf16 chain (and one bf16 rounding, for results without terms to add)."""
+def assert_as_good(got, p: Problem, names=None):
+    """Every result's error against float64 is at most twice that of the bf16 chain (and one bf16 rounding, for results without terms to add)."""
     oracle, chain = solve(p, torch.float64), solve(p, torch.bfloat16)
     for name in names or got:
         ours, theirs = error(got[name], oracle[name]), error(chain[name], oracle[name])
-        assert ours <= factor * max(theirs, 2.0**-9), f"{name}: error {ours:.3g}, that of a bf16 chain {theirs:.3g}"
+        assert ours <= 2 * max(theirs, 2.0**-9), f"{name}: error {ours:.3g}, that of a bf16 chain {theirs:.3g}"

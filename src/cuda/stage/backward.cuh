@@ -563,7 +563,8 @@ MK_DEVICE void backward_dispatch(const mk_backward_params &p, const mk_table &t,
         if (p.step < s.walk.num_minibatches)
             mk_walk_minibatch(&s.walk, p.step, &first, &end);
     }
-    dispatch.need_x = p.want_weights || s.walk.replay_from < s.walk.num_tiles;
+    /* dWd is of dout and w h. */
+    dispatch.need_x = (p.want_weights && (p.grads[MK_GRAD_GATE].base || p.grads[MK_GRAD_UP].base)) || s.walk.replay_from < s.walk.num_tiles;
     dispatch.move_all(&device_state(p.rank)->tickets[1], first * MK_ROW_TILE, (end - first) * MK_ROW_TILE);
 }
 

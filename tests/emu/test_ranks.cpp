@@ -1,4 +1,4 @@
-/* Ranks that share a GPU, one of which gives up a pass: the others learn it from the same call. */
+/* Two virtual ranks that call mok.h themselves: one gives up a pass, and the other learns it from the same call; gradients of down alone bring no x. */
 #include "test.h"
 
 #include "emulated_driver.h"
@@ -77,5 +77,75 @@ static void check(bool backward)
 
 TEST(F1_virtual_ranks_hear_of_a_forward_that_was_given_up) { check(false); }
 TEST(F1_virtual_ranks_hear_of_a_backward_that_was_given_up) { check(true); }
+
+/* --- gradients of down alone ------------------------------------------------------------------------------------------------------ */
+struct Partial { layer_problem p; layer_result all, down; bool cuda; int64_t bytes[2]; };
+
+static void partial_body(ranks_env *e)
+{
+    Partial *j = static_cast<Partial *>(e->user);
+    layer_result *results[] = {&j->all, &j->down};
+    for (int i = 0; i < 2; i++) {
+        twins_layer t;
+        mok_stats before = MOK_INIT(mok_stats), after = before;
+        twins_layer_make(&t, e, &j->p, results[i]);
+        if (i == 1) {
+            memset(&t.backward.grads.gate, 0, sizeof(mok_grad));
+            memset(&t.backward.grads.up, 0, sizeof(mok_grad));
+        }
+        RANKS_OK(mok_schedule(e->w, &t.schedule, NULL));
+        RANKS_OK(mok_forward(e->w, &t.forward, NULL));
+        RANKS_OK(mok_get_stats(e->w, &before));
+        RANKS_OK(mok_backward(e->w, &t.backward, NULL));
+        RANKS_OK(mok_get_stats(e->w, &after));
+        if (e->rank == 0)
+            j->bytes[i] = after.bytes_pulled_peer - before.bytes_pulled_peer;
+        twins_fetch(&t.a, t.outputs);
+        twins_layer_free(&t);
+    }
+}
+
+/* On the cpu backend or the emulator. All rows are saved, so that nothing is replayed. */
+static void run_partial(Partial *j)
+{
+    const int32_t devices[P] = {0, 0};
+    mok_group *groups[P];
+    mok_config cfg = ranks_config(128, 64, 4, 2, TOKENS);
+    layer_options o = {};
+    o.ranks = P;
+    cfg.save = MOK_SAVE_ALL;
+    cfg.ring_rows = 256;
+    cfg.minibatch_rows = cfg.minibatch_rows_bwd = 128;
+    cfg.backend = j->cuda ? MOK_BACKEND_CUDA : MOK_BACKEND_CPU;
+    REQUIRE(layer_make(&j->p, &cfg, TOKENS, LAYER_UNIFORM, 0.1, test_seed()) && layer_result_make(&j->all, &j->p, &o) && layer_result_make(&j->down, &j->p, &o));
+    if (j->cuda)
+        emulated::plug_in(test_seed(), 2);
+    REQUIRE(mok_group_create_local(P, j->cuda ? devices : NULL, groups) == MOK_OK);
+    ranks_run_groups(P, groups, &cfg, partial_body, j);
+    for (int r = 0; r < P; r++)
+        mok_group_destroy(groups[r]);
+    size_t rows = (size_t)(TOKENS * 128) * 2, matrix = 4 * 64 * 128 * 2;
+    CHECK_BYTES(j->down.out, j->all.out, rows);
+    CHECK_BYTES(j->down.dx, j->all.dx, rows);
+    CHECK_BYTES(j->down.ddown, j->all.ddown, matrix);
+    CHECK_EQ(j->bytes[0], 2 * j->bytes[1]);
+    CHECK(j->bytes[1] > 0);
+    if (!emulated::gpu.trouble.empty())
+        TEST_FAILED("emulator: %s", emulated::gpu.trouble.c_str());
+}
+
+TEST(gradients_of_down_alone_bring_no_rows_of_x)
+{
+    Partial cpu = {}, gpu = {};
+    gpu.cuda = true;
+    run_partial(&cpu);
+    run_partial(&gpu);
+    CHECK_EQ(gpu.bytes[1], cpu.bytes[1]);
+    for (Partial *j : {&cpu, &gpu}) {
+        layer_result_free(&j->all);
+        layer_result_free(&j->down);
+        layer_free(&j->p);
+    }
+}
 
 int main(int argc, char **argv) { return test_main(argc, argv); }
