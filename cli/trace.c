@@ -21,6 +21,7 @@ typedef struct tracing {
     pthread_mutex_t lock;
     mok_trace_event *events; /* of all ranks */
     int64_t count, lost;
+    int64_t moved_ns, accuracy_ns; /* of clocks: the most */
     char error[512];         /* the first that a rank met, or "" */
 } tracing;
 
@@ -76,7 +77,6 @@ static void after_pass(mok_workspace *w, void *user)
         free(events);
         return;
     }
-    count = select_pass(events, count, t->pass);
     pthread_mutex_lock(&t->lock);
     int32_t rank = count ? events[0].rank : 0;
     int64_t kept = 0; /* the pass before of this rank is forgotten */
@@ -118,6 +118,33 @@ static bool record(tracing *t, char *error, size_t error_size)
     return false;
 }
 
+/* All ranks on one clock; then the pass that is wanted. A rank's events are neighbours. */
+static bool align_and_select(tracing *t, char *error, size_t error_size)
+{
+    int32_t num = (int32_t)t->ranks;
+    mok_trace_clock *clocks = calloc((size_t)t->ranks, sizeof *clocks);
+    bool gpus = t->cfg.backend == MOK_BACKEND_CUDA; /* the cpu backend has one clock */
+    bool ok = clocks && (!gpus || mok_trace_align(t->events, t->count, clocks, &num) == MOK_OK);
+    if (!ok)
+        snprintf(error, error_size, "%s", clocks ? mok_last_error() : "out of memory");
+    for (int32_t i = 0; ok && i < num; i++) {
+        int64_t moved = clocks[i].offset_ns < 0 ? -clocks[i].offset_ns : clocks[i].offset_ns;
+        t->moved_ns = moved > t->moved_ns ? moved : t->moved_ns;
+        t->accuracy_ns = clocks[i].accuracy_ns > t->accuracy_ns ? clocks[i].accuracy_ns : t->accuracy_ns;
+    }
+    free(clocks);
+    int64_t kept = 0;
+    for (int64_t first = 0, end; ok && first < t->count; first = end) {
+        for (end = first; end < t->count && t->events[end].rank == t->events[first].rank; end++) {
+        }
+        int64_t count = select_pass(t->events + first, end - first, t->pass);
+        memmove(t->events + kept, t->events + first, sizeof *t->events * (size_t)count);
+        kept += count;
+    }
+    t->count = kept;
+    return ok;
+}
+
 typedef struct figures { int64_t events; uint64_t ns, longest_ns, link_bytes; } figures;
 
 static void print_json(const tracing *t)
@@ -141,6 +168,8 @@ static void print_json(const tracing *t)
     json_int(&w, "tokens_per_rank", t->tokens);
     json_int(&w, "events", t->count);
     json_int(&w, "events_lost", t->lost);
+    json_int(&w, "clocks_moved_ns", t->moved_ns);
+    json_int(&w, "clocks_accuracy_ns", t->accuracy_ns);
     json_begin_object(&w, "kinds");
     for (int k = 0; k < MOK_NUM_TRACE_KINDS; k++) {
         if (!all[k].events)
@@ -194,7 +223,7 @@ static bool settle(tracing *t, const shape_options *shape, const char *backend, 
 static int trace(tracing *t, const char *chrome, const char *svg, const char *text, bool json, char *error, size_t size)
 {
     pthread_mutex_init(&t->lock, NULL);
-    bool ok = record(t, error, size) && save(t, MOK_TRACE_CHROME, chrome, error, size) && save(t, MOK_TRACE_SVG, svg, error, size) &&
+    bool ok = record(t, error, size) && align_and_select(t, error, size) && save(t, MOK_TRACE_CHROME, chrome, error, size) && save(t, MOK_TRACE_SVG, svg, error, size) &&
               save(t, MOK_TRACE_TEXT, text, error, size);
     if (ok && json) {
         print_json(t);
@@ -202,6 +231,9 @@ static int trace(tracing *t, const char *chrome, const char *svg, const char *te
         fflush(stdout);
         ok = save(t, MOK_TRACE_TEXT, "/dev/stdout", error, size);
     }
+    if (ok && t->moved_ns && !json)
+        printf("\nclocks of ranks were moved by up to %.1f us, and now agree to about %.1f us (half of the barriers are better)\n", 1e-3 * (double)t->moved_ns,
+               1e-3 * (double)t->accuracy_ns);
     if (ok && t->lost && !json)
         printf("\n%lld older events were overwritten: --events keeps more\n", (long long)t->lost);
     if (!ok)

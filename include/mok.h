@@ -513,7 +513,7 @@ typedef enum mok_trace_kind {
 } mok_trace_kind;
 
 typedef struct mok_trace_event {
-    uint64_t begin_ns, end_ns; /* of the rank's clock: CLOCK_MONOTONIC on cpu; on cuda globaltimer, which differs a little between GPUs */
+    uint64_t begin_ns, end_ns; /* of the rank's clock: CLOCK_MONOTONIC on cpu; on cuda globaltimer, which differs between GPUs: mok_trace_align */
     uint64_t link_bytes;       /* moved between ranks meanwhile, in or out */
     int32_t rank;
     int32_t track, lane;       /* CTA and its role, or worker and 0: events of one lane do not overlap */
@@ -531,6 +531,16 @@ MOK_API mok_status mok_trace_stop(mok_workspace *workspace);
 /* What was kept, sorted by begin. *count: room in, number out; events NULL: only the number. Waits for the workspace's work. *lost (may be NULL): events
  * that were overwritten. MOK_E_STATE without a trace. */
 MOK_API mok_status mok_trace_read(mok_workspace *workspace, mok_trace_event *events, int64_t *count, int64_t *lost);
+
+/* How far a rank's clock was from the first rank's, and how well that is known: half of the barriers' differences lie within accuracy_ns of it. */
+typedef struct mok_trace_clock {
+    int32_t rank, barriers;          /* rank barriers that both have in the trace; below 3 nothing is known, and nothing was moved */
+    int64_t offset_ns, accuracy_ns;  /* ahead by so much; 0: not by more than accuracy_ns, so that nothing was moved */
+} mok_trace_clock;
+/* Brings the clocks of several ranks together, in place: events of the other ranks are moved to the clock of the first one (of the lowest number). All ranks
+ * leave a rank barrier at one time, but for the way of its last signal (about a microsecond between GPUs); the middle of the differences counts. The trace of each
+ * must end with the same call. *num_clocks: room in, number of ranks out; clocks NULL: only the number. Pure: any thread. MOK_E_ARG, MOK_E_MEMORY. */
+MOK_API mok_status mok_trace_align(mok_trace_event *events, int64_t count, mok_trace_clock *clocks, int32_t *num_clocks);
 
 typedef enum mok_trace_format {
     MOK_TRACE_CHROME = 1, /* JSON for chrome://tracing and ui.perfetto.dev: a process per rank, a thread per lane */

@@ -197,6 +197,10 @@ class TraceEvent(ctypes.Structure):
     _fields_ = _fields(c_uint64, "begin_ns end_ns link_bytes") + _fields(c_int32, "rank track lane sm kind tile part shared")
 
 
+class TraceClock(ctypes.Structure):
+    _fields_ = _fields(c_int32, "rank barriers") + _fields(c_int64, "offset_ns accuracy_ns")
+
+
 class Finding(ctypes.Structure):
     _fields_ = [("check", c_char * 24), ("state", _ENUM), ("detail", c_char * 480), ("advice", c_char * 320)]
 
@@ -256,6 +260,7 @@ _FUNCTIONS = {
     "mok_trace_stop": (_ENUM, [c_void_p]),
     "mok_trace_read": (_ENUM, [c_void_p, POINTER(TraceEvent), POINTER(c_int64), POINTER(c_int64)]),
     "mok_trace_save": (_ENUM, [POINTER(TraceEvent), c_int64, _ENUM, c_char_p]),
+    "mok_trace_align": (_ENUM, [POINTER(TraceEvent), c_int64, POINTER(TraceClock), POINTER(c_int32)]),
     "mok_trace_kind_name": (c_char_p, [c_int32]),
     "mok_trace_kind_group": (c_char_p, [c_int32]),
     "mok_doctor": (_ENUM, [POINTER(Finding), POINTER(c_int32)]),

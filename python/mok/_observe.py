@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from ctypes import byref, c_int32, c_int64
+from ctypes import byref, c_int32, c_int64, sizeof
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,12 +22,14 @@ class trace:
 
     `layer` is a mok.MoE or a mok.Engine whose workspace is open: run it once before, or call its prepare(). Each lane (a role of a CTA, or a worker)
     keeps its youngest `events_per_lane` events. Graphs captured earlier are not traced. Not collective; leaving the block waits for the work.
+    seen.together() brings in the other ranks' events.
     """
 
     def __init__(self, layer, events_per_lane: int = 0):
         self._engine = getattr(layer, "engine", layer)
         self._events_per_lane = events_per_lane
         self.events = (lib.TraceEvent * 0)()
+        self.clocks = (lib.TraceClock * 0)()
         self.lost = 0
 
     def __enter__(self) -> trace:
@@ -49,6 +51,24 @@ class trace:
             found += events
             self.lost += lost.value
         self.events = (lib.TraceEvent * len(found))(*found)
+
+    def together(self, process_group=None) -> trace:
+        """The events of all ranks of a process group. Collective. GPUs have clocks of their own: all are moved to that of the first, as far as barriers tell, and
+        `clocks` says for each rank how far it was ahead, and how well that is known (mok_trace_clock in mok.h)."""
+        import torch.distributed as dist
+
+        parts = [None] * dist.get_world_size(process_group)
+        dist.all_gather_object(parts, bytes(self.events), group=process_group)
+        everything = b"".join(parts)
+        count = len(everything) // sizeof(lib.TraceEvent)
+        self.events = (lib.TraceEvent * count).from_buffer_copy(everything)
+        if self._engine.device.type == "cpu":
+            return self
+        ranks = c_int32()
+        lib.check(lib.library().mok_trace_align(self.events, count, None, byref(ranks)))
+        self.clocks = (lib.TraceClock * ranks.value)()
+        lib.check(lib.library().mok_trace_align(self.events, count, self.clocks, byref(ranks)))
+        return self
 
     def kinds(self) -> dict[str, int]:
         """Events of each kind, by name."""

@@ -19,6 +19,7 @@
     X(mok_forward_args, 312) \
     X(mok_backward_args, 520) \
     X(mok_trace_event, 56) \
+    X(mok_trace_clock, 24) \
     X(mok_finding, 828) \
     X(mok_stats, 128) \
     X(mok_schedule_info, 112) \

@@ -1,11 +1,14 @@
 """mok.trace and mok.doctor."""
 
 import json
+from ctypes import byref, c_int32
 
 import pytest
+import ranks
 import torch
 
 import mok
+from mok import _library as lib
 
 
 def make(device):
@@ -34,6 +37,42 @@ def test_a_step_is_traced_and_has_the_same_bits(device, tmp_path):
     assert "longest waits" in str(seen)
     with pytest.raises(ValueError, match="'.png'"):
         seen.save(tmp_path / "step.png")
+
+
+def _trace_together(process_group):
+    import torch.distributed as dist
+
+    torch.manual_seed(3)
+    layer = mok.MoE(128, 64, 4, 2, max_tokens=64, group=process_group)
+    x = torch.randn(20, 128).bfloat16()
+    layer(x)
+    with mok.trace(layer) as seen:
+        for _ in range(5):
+            layer(x)
+    alone = len(seen.events)
+    seen.together(process_group)
+    # Clocks of a GPU each, made up: the last rank's is a second ahead.
+    shifted = (lib.TraceEvent * len(seen.events)).from_buffer_copy(bytes(seen.events))
+    for event in shifted:
+        if event.rank == 1:
+            event.begin_ns += 10**9
+            event.end_ns += 10**9
+    clocks, count = (lib.TraceClock * 2)(), c_int32(2)
+    lib.check(lib.library().mok_trace_align(shifted, len(shifted), clocks, byref(count)))
+    dist.barrier(process_group)
+    return alone, len(seen.events), {e.rank for e in seen.events}, len(seen.clocks), [(c.rank, c.barriers, c.offset_ns, c.accuracy_ns) for c in clocks]
+
+
+def test_traces_of_several_processes_come_together(device):
+    if device.type == "cuda":
+        pytest.skip("processes need a GPU each")
+    found = ranks.processes(2, _trace_together, wants="process_group")
+    for alone, everything, members, clocks, aligned in found:
+        assert everything == found[0][0] + found[1][0] and alone > 0
+        assert members == {0, 1} and clocks == 0  # one clock on the CPU
+        assert aligned[0] == (0, 15, 0, 0)  # five schedules with one barrier, five forwards with two
+        rank, barriers, offset, accuracy = aligned[1]
+        assert (rank, barriers) == (1, 15) and abs(offset - 10**9) < 10**8 and accuracy < 10**8
 
 
 def test_a_layer_without_a_workspace_is_refused(device):
