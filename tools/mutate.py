@@ -102,7 +102,7 @@ WRONG = [
     ("kernel/forward.cu", "gemm_begin(s.gemm, ", "1", ["0", "2"]),
     ("stage/fault.cuh", "r.memory.call_heads) + ", "(call & 1)", ["0"]),
     ("stage/call.cuh", "load(&state->epoch) + ", "1", ["0"]),
-    ("stage/call.cuh", "(load(&device_state(r)->calls) & ", "1", ["0"]),
+    ("stage/call.cuh", "((load(&device_state(r)->calls) + 1) & ", "1", ["0"]),
     ("stage/forward.cuh", "mbar_init(smem_addr(&s.ready[i]), ", "1", ["2"]),
     ("stage/forward.cuh", "w.grid.raises = ", "(int32_t)(kColumnTiles<TileForward> * kWarpsPerTile<TileForward>)",
      ["1", "(int32_t)kWarpsPerTile<TileForward>", "(int32_t)(kColumnTiles<TileForward> * kWarpsPerTile<TileForward>) - 1",

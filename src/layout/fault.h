@@ -37,13 +37,14 @@ typedef struct mk_device_state {
     uint64_t calls;       /* collective calls so far */
     uint32_t skip;        /* this call's data stages do nothing */
     uint32_t given_up;    /* waits of a pass that ran out; stays: the ranks are no longer in step */
-    uint32_t tickets[6];  /* of the launches of one pass; zeroed when a call opens. 2, 3: stage/yield.cuh, clusters counted, clusters that left */
+    uint32_t tickets[6];  /* of the launches of one pass; zeroed when a call opens. 2, 3: stage/yield.cuh, clusters counted, clusters that left;
+                           * 4: blocks of mok_call_begin that have published, 0 between calls */
     int64_t rows_pulled, rows_pulled_peer, rows_copied; /* counted by s1, ever growing */
     int64_t row_moves_peer;  /* by s1: rows of H pulled from peers; a backward moves two for a table row, or one */
-    int64_t rows_replayed, wgrad_continued; /* by mok_backward_fused and mok_call_check */
-    int64_t bytes_pushed_peer, rows_padding, ring_rotations; /* by mok_call_check, from the head of the schedule that a pass is about to use */
+    int64_t rows_replayed, wgrad_continued; /* by mok_backward_fused and check_call (stage/call.cuh) */
+    int64_t bytes_pushed_peer, rows_padding, ring_rotations; /* by check_call, from the head of the schedule that a pass is about to use */
     int64_t mx_not_finite;   /* MXFP8: by whoever quantises */
-    int64_t done[5];      /* by mk_operation: calls not skipped. A schedule counts once its head is written, a pass at mok_call_check */
+    int64_t done[5];      /* by mk_operation: calls not skipped. A schedule counts once its head is written, a pass at check_call */
     uint64_t first_bad_id; /* s0: smallest (rank, route) with an id out of range; ~0: none */
     mk_missing_counter missing; /* of given_up: the first of them */
     mk_fault fault;       /* of this or an earlier call; the host takes it */

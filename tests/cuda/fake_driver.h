@@ -27,7 +27,7 @@ typedef struct fake_launch {
     int rank;
     unsigned grid, block, cluster, shared;
     mk_cu_stream stream;
-    int32_t operation, status;      /* mok_call_open */
+    int32_t operation, status;      /* mok_call_begin */
     int32_t step, ticket, is_shared;
     int64_t tiles_or_cols;          /* num_cols of a GEMM */
     const void *out, *context;
@@ -451,7 +451,7 @@ static mk_cu_result fake_cuOccupancyMaxActiveClusters(int *clusters, mk_cu_funct
 static fake_launch fake_describe(int kernel, const void *params)
 {
     fake_launch l = {.name = mk_cuda_kernel_shapes[kernel].name};
-    if (kernel == MK_CUDA_mok_call_open || kernel == MK_CUDA_mok_call_check) {
+    if (kernel == MK_CUDA_mok_call_begin || kernel == MK_CUDA_mok_call_check) {
         const mk_open_params *p = (const mk_open_params *)params;
         l.rank = p->rank.dims.rank;
         l.operation = p->operation;

@@ -330,7 +330,7 @@ static void schedule_and_forward(rank_env *e)
     EXPECT(mok_wait(e->w), MOK_OK);
 }
 
-static const char schedule_launches[] = "call_open publish call_check s0_count s0_scan s0_segments s0_place s0_copies";
+static const char schedule_launches[] = "call_begin s0_count s0_scan s0_segments s0_place s0_copies";
 
 TEST(a_forward_launches_its_stages_in_order)
 {
@@ -340,7 +340,7 @@ TEST(a_forward_launches_its_stages_in_order)
     fake_reset(1);
     EXPECT(run_ranks(1, &device, &cfg, 300, schedule_and_forward), MOK_OK);
     int steps = (int)(envs[0].plan.capacity_rows / 128 + 1) / 2;
-    size_t used = (size_t)snprintf(want, sizeof want, "%s call_open publish call_check", schedule_launches);
+    size_t used = (size_t)snprintf(want, sizeof want, "%s call_begin", schedule_launches);
     for (int i = 0; i < steps; i++)
         used += (size_t)snprintf(want + used, sizeof want - used, " s1_dispatch s2_gate_up_narrow s4_down_narrow");
     snprintf(want + used, sizeof want - used, " s5_combine");
@@ -374,7 +374,7 @@ TEST(a_shared_expert_comes_first_and_a_long_contraction_takes_the_wide_tile)
     cfg.hidden = 4160;
     fake_reset(1);
     EXPECT(run_ranks(1, &device, &cfg, 300, schedule_and_forward), MOK_OK);
-    CHECK_STR(launches_of(0, 8), "call_check s2_gate_up_wide s4_down_narrow s1_dispatch s2_gate_up_wide s4_down_narrow s1_dispatch");
+    CHECK_STR(launches_of(0, 0), "call_begin s2_gate_up_wide s4_down_narrow s1_dispatch s2_gate_up_wide s4_down_narrow s1_dispatch");
     int shared = 0;
     for (int i = 0; i < fake.launches; i++)
         if (fake.log[i].is_shared) {
@@ -397,7 +397,7 @@ TEST(a_shared_expert_comes_first_and_a_long_contraction_takes_the_wide_tile)
     setenv("MOK_FORWARD", "fused", 1);
     EXPECT(run_ranks(1, &device, &cfg, 300, schedule_and_forward), MOK_OK);
     setenv("MOK_FORWARD", "staged", 1);
-    SAME_TEXT(launches_of(0, 8), "call_open publish call_check forward_fused s5_combine");
+    SAME_TEXT(launches_of(0, 6), "call_begin forward_fused s5_combine"); /* a rank alone meets nobody */
     check_nothing_left();
 }
 
@@ -409,9 +409,9 @@ TEST(no_tokens_and_no_experts_launch_no_work_for_them)
     cfg.topk = 1;
     cfg.shared_intermediate = 128;
     EXPECT(run_ranks(2, (int32_t[]){0, 1}, &cfg, 0, schedule_and_forward), MOK_OK);
-    SAME_TEXT(launches_of(0, 0), "call_open rank_barrier call_check s0_count s0_scan s0_segments s0_place s0_copies "
-                                 "call_open rank_barrier call_check rank_barrier s5_combine");
-    CHECK_STR(launches_of(1, 0), "call_check s1_dispatch s2_gate_up_narrow s4_down_narrow");
+    SAME_TEXT(launches_of(0, 0), "call_begin s0_count s0_scan s0_segments s0_place s0_copies "
+                                 "call_begin rank_barrier s5_combine");
+    CHECK_STR(launches_of(1, 0), "call_begin s1_dispatch s2_gate_up_narrow s4_down_narrow");
     check_nothing_left();
 }
 
@@ -430,7 +430,7 @@ TEST(a_recompute_fills_the_context_and_no_more)
     fake_reset(1);
     cfg.shared_intermediate = 128;
     EXPECT(run_ranks(1, &device, &cfg, 300, recompute), MOK_OK);
-    CHECK_STR(launches_of(0, 0), "call_open publish call_check s2_gate_up_narrow s1_dispatch s2_gate_up_narrow s1_dispatch");
+    CHECK_STR(launches_of(0, 0), "call_begin s2_gate_up_narrow s1_dispatch s2_gate_up_narrow s1_dispatch");
     CHECK_EQ(count_launches("mok_s4_down_narrow"), 0);
     for (int i = 0; i < fake.launches; i++)
         if (strstr(fake.log[i].name, "gate_up") || strstr(fake.log[i].name, "combine"))
@@ -438,7 +438,7 @@ TEST(a_recompute_fills_the_context_and_no_more)
     cfg.save = MOK_SAVE_NONE;
     fake_reset(1);
     EXPECT(run_ranks(1, &device, &cfg, 300, recompute), MOK_OK);
-    CHECK_STR(launches_of(0, 0), "call_open publish call_check s5_combine");
+    CHECK_STR(launches_of(0, 0), "call_begin s5_combine");
     check_nothing_left();
 }
 
@@ -517,7 +517,7 @@ static void refuse_all(rank_env *e)
     s.num_tokens = 513;
     EXPECT(mok_schedule(e->w, &s, NULL), MOK_E_SHAPE);
     CHECK_STR(mok_last_error(), "num_tokens is 513");
-    SAME_TEXT(launches_of(0, first), "call_open rank_barrier call_check");
+    SAME_TEXT(launches_of(0, first), "call_begin");
     CHECK_EQ(fake.log[first].status, MOK_E_SHAPE);
     CHECK_EQ(fake.log[first].operation, 1);
 
@@ -525,10 +525,10 @@ static void refuse_all(rank_env *e)
     f.x = NULL;
     EXPECT(mok_forward(e->w, &f, NULL), MOK_E_ARG);
     SAME_TEXT(mok_last_error(), "x is NULL");
-    SAME_TEXT(launches_of(0, first), "call_open rank_barrier call_check rank_barrier");
+    SAME_TEXT(launches_of(0, first), "call_begin rank_barrier");
     first = fake.launches;
     EXPECT(mok_recompute(e->w, &f, NULL), MOK_E_ARG);
-    SAME_TEXT(launches_of(0, first), "call_open rank_barrier call_check rank_barrier");
+    SAME_TEXT(launches_of(0, first), "call_begin rank_barrier");
 
     first = fake.launches;
     b.num_tokens = 4;
@@ -541,12 +541,12 @@ static void refuse_all(rank_env *e)
     b.grads.down.experts = (void *const *)&b.dx;
     EXPECT(mok_backward(e->w, &b, NULL), MOK_E_UNSUPPORTED);
     CHECK_STR(mok_last_error(), "grads.down.experts is given: backend cuda writes packed gradients only");
-    SAME_TEXT(launches_of(0, first), "call_open rank_barrier call_check rank_barrier");
+    SAME_TEXT(launches_of(0, first), "call_begin rank_barrier");
 
     first = fake.launches;
     b.grads.down.experts = NULL;
     EXPECT(mok_backward(e->w, &b, NULL), MOK_OK);
-    SAME_TEXT(launches_of(0, first), "call_open publish rank_barrier call_check backward_fused rank_barrier s5_combine_bwd");
+    SAME_TEXT(launches_of(0, first), "call_begin backward_fused rank_barrier s5_combine_bwd");
 }
 
 TEST(a_refusal_takes_part_in_the_calls_barriers)
@@ -634,8 +634,8 @@ TEST(ranks_that_share_a_GPU_meet_on_the_host)
         bool alone = i == 2;
         fake_reset(3);
         EXPECT(run_ranks(3, shared[i], &cfg, 300, schedule_and_forward), MOK_OK);
-        CHECK_EQ(count_launches("mok_rank_barrier"), alone ? 3 * 3 : 0);
-        CHECK_EQ(count_launches("mok_call_check"), 6);
+        CHECK_EQ(count_launches("mok_rank_barrier"), alone ? 3 : 0); /* the others are part of mok_call_begin */
+        CHECK_EQ(count_launches("mok_call_check"), alone ? 0 : 6);
         CHECK_EQ(count_launches("mok_s5_combine"), 3);
         /* 3 barriers of 3 ranks, each waiting for 2 others; the ends of 2 calls */
         CHECK_EQ(fake.event_waits, alone ? 0 : 3 * 3 * 2);
@@ -681,7 +681,7 @@ static void one_ranks_driver_fails(rank_env *e)
         fake.fail_name = "cuLaunchKernelEx";
     pthread_barrier_wait(e->barrier);
     EXPECT(mok_forward(e->w, &f, NULL), MOK_E_MEMORY);
-    CHECK_STR(mok_last_error(), "rank 0: rank 0: launching mok_call_open of forward");
+    CHECK_STR(mok_last_error(), "rank 0: rank 0: launching mok_call_begin of forward");
     pthread_barrier_wait(e->barrier);
     if (e->rank == 1)
         fake.fail_name = NULL;
@@ -759,14 +759,14 @@ TEST(streams_are_ordered_and_poll_does_not_wait)
 }
 
 /* --- faults ------------------------------------------------------------------------------------------------------------------ */
-/* The device's part: what mok_call_check would write. */
+/* The device's part: what mok_call_begin would write. */
 static mk_host_fault next_fault;
 static bool device_only; /* kernels that do not write to pinned memory */
 
 static void write_fault(const char *name, const void *params)
 {
     const mk_open_params *p = (const mk_open_params *)params;
-    if (strcmp(name, "mok_call_check") || next_fault.fault.kind == MK_FAULT_NONE || p->status)
+    if (strcmp(name, "mok_call_begin") || next_fault.fault.kind == MK_FAULT_NONE || p->status)
         return;
     mk_device_state *state = (mk_device_state *)(void *)(p->rank.local + p->rank.memory.device_state);
     if (state->fault.kind != MK_FAULT_NONE)
@@ -813,7 +813,7 @@ static void fault_once(rank_env *e)
     SAME_TEXT(mok_last_error(), want_sentence);
     CHECK_EQ(fake.event_syncs, syncs);
     CHECK_EQ(fake.memsets, memsets + 1); /* the device's copy */
-    SAME_TEXT(launches_of(0, first), "call_open call_check");
+    SAME_TEXT(launches_of(0, first), "call_begin");
     EXPECT(mok_forward(e->w, &f, NULL), MOK_OK);
     EXPECT(mok_wait(e->w), MOK_OK);
 }
@@ -931,7 +931,7 @@ TEST(a_counter_that_does_not_come_is_named_and_breaks_the_workspace)
 static void come_late(const char *name, const void *params)
 {
     const mk_open_params *p = (const mk_open_params *)params;
-    if (!strcmp(name, "mok_call_check"))
+    if (!strcmp(name, "mok_call_begin"))
         p->rank.host_fault->late = (mk_late){.rank = 2, .waited_ms = 1500, .call = 4};
 }
 
@@ -968,7 +968,7 @@ TEST(C8_a_rank_that_the_device_waited_for_is_logged_once)
 static void count_on_device(const char *name, const void *params)
 {
     const mk_open_params *p = (const mk_open_params *)params;
-    if (strcmp(name, "mok_call_check"))
+    if (strcmp(name, "mok_call_begin"))
         return;
     mk_device_state *state = (mk_device_state *)(void *)(p->rank.local + p->rank.memory.device_state);
     state->done[p->operation]++;

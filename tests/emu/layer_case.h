@@ -215,17 +215,18 @@ struct LayerCase {
     /* The launches that every call begins with. */
     void begin(LayerRank &r, mk_open_params open, bool schedule)
     {
-        mk_publish_params publish = {};
-        publish.rank = r.params;
-        publish.num_tokens = r.num_tokens;
+        mk_begin_params p = {};
+        p.open = open;
+        p.then = schedule ? MK_BEGIN_MEETS : MK_BEGIN_OPENS; /* passes as ranks do that meet on the host */
         if (schedule) {
-            publish.expert_ids = r.ids->device();
+            p.expert_ids = r.ids->device();
         } else {
-            publish.x = r.x->device();
-            publish.router_weights = r.weights->device();
+            p.x = r.x->device();
+            p.router_weights = r.weights->device();
         }
-        LAUNCH(r, mok_call_open, open, 1, 128);
-        LAUNCH(r, mok_publish, publish, 2, 256);
+        LAUNCH(r, mok_call_begin, p, 3, 128);
+        if (schedule)
+            return;
         LAUNCH(r, mok_rank_barrier, r.params, 1, 128);
         LAUNCH(r, mok_call_check, open, 1, 128);
     }

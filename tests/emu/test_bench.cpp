@@ -82,7 +82,7 @@ TEST(json_has_stages_rates_and_traffic)
     CHECK(!strcmp(json_get(v, "backend")->string, "cuda"));
     CHECK(json_get(v, "gpu") && json_get(layer, "schedule") && json_get(layer, "forward") && json_get(layer, "backward"));
     check_stage(fused, "schedule", "s0_schedule", 5);
-    check_stage(fused, "forward", "publish", 2);
+    check_stage(fused, "forward", "begin", 1);
     check_stage(fused, "forward", "fused", 1);
     check_stage(fused, "forward", "s5_combine", 1);
     check_stage(fused, "backward", "fused", 1);
@@ -98,9 +98,9 @@ TEST(json_has_stages_rates_and_traffic)
     CHECK_EQ(number(stage(fused, "backward", "fused"), "flops"), 2 * flops);
     CHECK_EQ(number(stage(staged, "forward", "s1_dispatch"), "bytes"), routes * 128);
     CHECK_EQ(number(stage(staged, "forward", "s5_combine"), "bytes"), 24 * 128 * 4);
-    /* publish 2, check 1, fused 1, combine 1; a rank alone launches no barriers */
+    /* begin, fused, combine; a rank alone launches no barriers */
     const double ms = number(json_get(layer, "forward_gpu"), "p50_ms");
-    CHECK_EQ(ms, 5);
+    CHECK_EQ(ms, 3);
     CHECK(fabs(number(layer, "tflops_per_second") / (1e-9 * flops / ms) - 1) < 1e-6);
     CHECK_EQ(number(layer, "rows"), routes);
     CHECK_EQ(number(layer, "table_rows"), 4 * 128);

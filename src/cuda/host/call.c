@@ -72,6 +72,9 @@ static mok_status follow_last_call(cuda_call *c)
     return MOK_OK;
 }
 
+/* A rank alone has nobody to meet: it has the order of its stream. */
+static bool alone(const cuda_call *c) { return c->w->dims.num_ranks == 1; }
+
 /* What a call tells the others: every pointer may be NULL. */
 typedef struct call_inputs { const void *expert_ids, *x, *dout, *router_weights; } call_inputs;
 
@@ -89,22 +92,25 @@ static mok_status open_call(cuda_call *c, call_inputs in)
     MK_TRY(follow_last_call(c));
     if (c->s->times && !c->capturing)
         MK_TRY(mk_cuda_times_call(c->s, c->operation, c->stream));
-    MK_TRY(launch(c, MK_CUDA_mok_call_open, 1, &c->open, 0));
-    if (!tokens || c->refused)
-        return MOK_OK;
     bool mx = c->w->dims.mx;
-    mk_publish_params publish = {.rank = c->s->rank, .num_tokens = tokens, .expert_ids = in.expert_ids, .x = mx ? NULL : in.x, .dout = mx ? NULL : in.dout,
-                                 .router_weights = in.router_weights};
-    int64_t bytes = tokens * (publish.x ? c->w->dims.hidden * (in.dout ? 4 : 2) : c->w->dims.topk * 4);
-    MK_TRY(launch(c, MK_CUDA_mok_publish, blocks_for(c, mk_ceil_div(bytes, COPY_BYTES_PER_BLOCK)), &publish, 0));
-    MK_TRY(mx && in.x ? publish_mx(c, in.x, c->w->memory.x) : MOK_OK);
-    return mx && in.dout ? publish_mx(c, in.dout, c->w->memory.dout) : MOK_OK;
+    mk_begin_params begin = {.open = c->open, .then = c->s->meets_on_host ? MK_BEGIN_OPENS : alone(c) ? MK_BEGIN_CHECKS : MK_BEGIN_MEETS};
+    int64_t bytes = 0;
+    if (!c->refused && tokens) {
+        MK_TRY(mx && in.x ? publish_mx(c, in.x, c->w->memory.x) : MOK_OK); /* before the ranks meet */
+        MK_TRY(mx && in.dout ? publish_mx(c, in.dout, c->w->memory.dout) : MOK_OK);
+        begin.expert_ids = in.expert_ids;
+        begin.x = mx ? NULL : in.x;
+        begin.dout = mx ? NULL : in.dout;
+        begin.router_weights = in.router_weights;
+        bytes = tokens * (begin.x ? c->w->dims.hidden * (in.dout ? 4 : 2) : c->w->dims.topk * 4);
+    }
+    return launch(c, MK_CUDA_mok_call_begin, blocks_for(c, mk_ceil_div(bytes, COPY_BYTES_PER_BLOCK)), &begin, 0);
 }
 
-/* A rank that has failed (`status`) still tells those that it meets on the host. A rank alone has the order of its stream. */
+/* A rank that has failed (`status`) still tells those that it meets on the host. */
 static mok_status barrier(cuda_call *c, mok_status status)
 {
-    if (c->w->dims.num_ranks == 1)
+    if (alone(c))
         return status;
     if (c->s->meets_on_host) {
         MK_TRY(mk_cuda_meet(c->w, c->stream, c->operation, status, c->refused, &c->skip));
@@ -115,7 +121,10 @@ static mok_status barrier(cuda_call *c, mok_status status)
 
 static mok_status begin(cuda_call *c, call_inputs in)
 {
-    MK_TRY(barrier(c, open_call(c, in)));
+    mok_status status = open_call(c, in);
+    if (!c->s->meets_on_host) /* the launch did it all */
+        return status;
+    MK_TRY(barrier(c, status));
     return launch(c, MK_CUDA_mok_call_check, 1, &c->open, 0);
 }
 

@@ -9,7 +9,7 @@
 
 /* X(stage): what launches are summed up as. */
 #define STAGE_LIST(X)                                                                                                              \
-    X(publish) X(rank_barrier) X(call_check) X(s0_schedule) X(shared_scale) X(s1_dispatch) X(s2_gate_up) X(s4_down) X(s4_down_bwd) \
+    X(begin) X(rank_barrier) X(call_check) X(s0_schedule) X(shared_scale) X(s1_dispatch) X(s2_gate_up) X(s4_down) X(s4_down_bwd) \
     X(s2_gate_up_bwd) X(wgrad) X(fused) X(s5_combine) X(mx_weights)
 enum {
 #define STAGE_ENUM(name) STAGE_##name,
@@ -49,9 +49,8 @@ static int stage_of_kind(mk_task_kind kind)
 static int stage_of(mk_cuda_kernel kernel, mk_task_kind kind)
 {
     switch (kernel) {
-    case MK_CUDA_mok_call_open:
     case MK_CUDA_mok_mx_quantise_rows:
-    case MK_CUDA_mok_publish: return STAGE_publish;
+    case MK_CUDA_mok_call_begin: return STAGE_begin;
     case MK_CUDA_mok_rank_barrier: return STAGE_rank_barrier;
     case MK_CUDA_mok_call_check: return STAGE_call_check;
     case MK_CUDA_mok_s1_dispatch_mx:

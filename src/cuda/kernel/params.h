@@ -3,10 +3,11 @@
  * The kernels (extern "C", src/cuda/kernel/staged.cu), in the order in which a call launches them:
  *
  *   kernel                  params            grid x block                   what it does
- *   mok_call_open           mk_open_params    1 x 128                        advances calls, clears tickets, writes the call head
- *   mok_publish             mk_publish_params any x 256                      inputs into this rank's heap
- *   mok_rank_barrier        mk_rank_params    1 x 128                        epoch barrier over GPUs (not for virtual ranks, nor for a rank alone)
- *   mok_call_check          mk_open_params    1 x 128                        compares all heads; on trouble sets fault and skip;
+ *   mok_call_begin          mk_begin_params   any x 128                      inputs into this rank's heap; then the last block advances calls,
+ *                                                                            clears tickets, writes the call head, and goes on as `then` says:
+ *                                                                            meets the ranks (epoch barrier over GPUs) and checks the call
+ *   mok_call_check          mk_open_params    1 x 128                        only of ranks that meet on the host (virtual ranks), after that:
+ *                                                                            compares all heads; on trouble sets fault and skip;
  *                                                                            status != 0 (this rank refuses): skip, but no fault
  *   mok_s0_count            mk_s0_params      MK_SCHEDULE_CHUNKS/8 x 256     per chunk and expert: rows; finds bad ids
  *   mok_s0_scan             mk_s0_params      El (at least 1) x 256          chunk counts -> cursors; rows of each expert
@@ -17,8 +18,9 @@
  *   mok_s2_gate_up_wide     mk_gemm_params    clusters of 2 x 384            gate/up and SwiGLU, one minibatch (or the shared expert)
  *   mok_s2_gate_up_narrow   the same, other tile
  *   mok_s4_down_wide, mok_s4_down_narrow  mk_gemm_params                     down and push, one minibatch (or the shared expert)
- *   mok_rank_barrier        as above: the end of forward and recompute
- *   mok_forward_fused     mk_forward_params clusters of 2 x 384, all SMs  s1 to s4 fused, instead of the launches of dispatch, gate_up and down
+ *   mok_forward_fused       mk_forward_params clusters of 2 x 384, all SMs   s1 to s4 fused, instead of the launches of dispatch, gate_up and down
+ *   mok_rank_barrier        mk_rank_params    1 x 128                        the end of forward and recompute: epoch barrier over GPUs (not for
+ *                                                                            virtual ranks, nor for a rank alone)
  *   mok_s5_combine          mk_combine_params any x 256                      the weighted sum; the context's head
  *
  * Backward: the same beginning, then
@@ -28,17 +30,17 @@
  *   mok_rank_barrier
  *   mok_s5_combine_bwd      mk_combine_bwd_params any x 256                  dx, router-weight gradients, the output gate's gradient
  *
- * MXFP8 (kernels of mx_params.h come in too): mok_publish is without x and dout, which mok_mx_quantise_rows brings into the heap, and
+ * MXFP8 (kernels of mx_params.h come in too): mok_mx_quantise_rows brings x and dout into the heap, before mok_call_begin; and
  * mok_mx_widen_weights makes the bf16 copies of the routed weights that the products read. Then the same launches, with kernels
  * mok_s1_dispatch_mx, mok_s2_gate_up_wide_mx, mok_s2_gate_up_narrow_mx (routed), mok_forward_fused_mx in place of those without _mx. The shared
  * expert's maps are of the caller's x and dout.
  *
- * Recompute is the forward without mok_s4_down, and mok_s5_combine with out = NULL. A rank that refuses launches mok_call_open,
- * mok_rank_barrier, mok_call_check and, but for a schedule, mok_rank_barrier.
+ * Recompute is the forward without mok_s4_down, and mok_s5_combine with out = NULL. A rank that refuses launches mok_call_begin and,
+ * but for a schedule, mok_rank_barrier.
  *
  * GEMM kernels take sizeof(GemmShared) = MK_GEMM_SHARED_WIDE or _NARROW bytes (checked in rows.cuh), the others MK_SMALL_SHARED.
  *
- * Every kernel after mok_call_check returns at once if the call is to be skipped, the second mok_rank_barrier included: so ranks that
+ * Every kernel after the check returns at once if the call is to be skipped, mok_rank_barrier included: so ranks that
  * call different operations, one of which has a barrier less, stay in step. All take the live sizes from the device; grids and
  * launches cover the capacity. */
 #ifndef MK_CUDA_KERNEL_PARAMS_H
@@ -97,13 +99,14 @@ typedef struct mk_open_params {
     char sentence[460];
 } mk_open_params;
 
-typedef struct mk_publish_params {
-    mk_rank_params rank;
-    int64_t num_tokens;
+enum { MK_BEGIN_OPENS, MK_BEGIN_CHECKS, MK_BEGIN_MEETS }; /* open only; and check (a rank alone); and meet the others before that */
+typedef struct mk_begin_params {
+    mk_open_params open;
+    int32_t then;               /* MK_BEGIN_OPENS … */
     const int32_t *expert_ids;  /* [T, K] or NULL; every pointer may be NULL: nothing of that kind */
     const void *x, *dout;       /* [T, H] bf16, 16-byte aligned */
     const void *router_weights; /* [T, K] fp32 or bf16 */
-} mk_publish_params;
+} mk_begin_params;
 
 typedef struct mk_s0_params {
     mk_rank_params rank;

@@ -13,17 +13,9 @@ MK_DEVICE int64_t grid_thread() { return (int64_t)block_idx() * 256 + thread_idx
 MK_DEVICE int64_t grid_threads() { return (int64_t)num_blocks() * 256; }
 MK_DEVICE int64_t grid_warp() { return grid_thread() / 32; }
 
-MK_ENTRY MK_KERNEL(128) mok_call_open(MK_KERNEL_PARAM mk_open_params p)
+MK_ENTRY MK_KERNEL(128) mok_call_begin(MK_KERNEL_PARAM mk_begin_params p)
 {
-    const TraceLaunch trace(p.rank, MK_TRACE_call, p.operation);
-    if (thread_idx() == 0)
-        open_call(p);
-}
-
-MK_ENTRY MK_KERNEL(256) mok_publish(MK_KERNEL_PARAM mk_publish_params p)
-{
-    const TraceLaunch trace(p.rank, MK_TRACE_publish);
-    publish(p, grid_thread(), grid_threads());
+    begin_call(p);
 }
 
 MK_ENTRY MK_KERNEL(128) mok_rank_barrier(MK_KERNEL_PARAM mk_rank_params r)

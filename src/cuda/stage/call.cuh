@@ -6,6 +6,7 @@
 #include "backend/operation.h"
 #include "base/log.h"
 #include "cuda/stage/fault.cuh"
+#include "cuda/stage/trace.cuh"
 
 namespace mk {
 
@@ -95,23 +96,33 @@ MK_DEVICE void open_call(const mk_open_params &p)
 
 /* ---- publish ---- */
 
+/* A few loads of each thread are under way at once. */
 MK_DEVICE void copy_bytes_16(void *to, const void *from, int64_t bytes, int64_t thread, int64_t num_threads)
 {
-    for (int64_t i = thread; i < bytes / 16; i += num_threads)
-        store(static_cast<Vec4 *>(to) + i, load(static_cast<const Vec4 *>(from) + i));
+    constexpr int64_t together = 4;
+    const int64_t pieces = bytes / 16;
+    for (int64_t first = thread; first < pieces; first += together * num_threads) {
+        Vec4 v[together];
+        MK_UNROLL for (int64_t i = 0; i < together; i++)
+            if (first + i * num_threads < pieces)
+                v[i] = load(static_cast<const Vec4 *>(from) + first + i * num_threads);
+        MK_UNROLL for (int64_t i = 0; i < together; i++)
+            if (first + i * num_threads < pieces)
+                store(static_cast<Vec4 *>(to) + first + i * num_threads, v[i]);
+    }
 }
 
-/* All threads of the grid. H is a multiple of 64, so rows are whole 16-byte pieces. */
-MK_DEVICE void publish(const mk_publish_params &p, int64_t thread, int64_t num_threads)
+/* All threads of the grid, before the call is opened. H is a multiple of 64, so rows are whole 16-byte pieces. */
+MK_DEVICE void publish(const mk_begin_params &p, int64_t thread, int64_t num_threads)
 {
-    const mk_rank_params &r = p.rank;
-    const int64_t routes = p.num_tokens * r.dims.topk, row_bytes = 2 * r.dims.hidden;
+    const mk_rank_params &r = p.open.rank;
+    const int64_t tokens = p.open.num_tokens, routes = tokens * r.dims.topk, row_bytes = 2 * r.dims.hidden;
     if (p.x)
-        copy_bytes_16(in_heap<void>(r, r.memory.x), p.x, p.num_tokens * row_bytes, thread, num_threads);
+        copy_bytes_16(in_heap<void>(r, r.memory.x), p.x, tokens * row_bytes, thread, num_threads);
     if (p.dout)
-        copy_bytes_16(in_heap<void>(r, r.memory.dout), p.dout, p.num_tokens * row_bytes, thread, num_threads);
-    if (p.expert_ids) { /* double-buffered by the call's parity; mok_call_open has counted this one */
-        int32_t *to = in_heap<int32_t>(r, r.memory.expert_ids) + (int64_t)(load(&device_state(r)->calls) & 1) * MK_SLOTS(&r.dims);
+        copy_bytes_16(in_heap<void>(r, r.memory.dout), p.dout, tokens * row_bytes, thread, num_threads);
+    if (p.expert_ids) { /* double-buffered by the parity of the call that is about to be opened */
+        int32_t *to = in_heap<int32_t>(r, r.memory.expert_ids) + (int64_t)((load(&device_state(r)->calls) + 1) & 1) * MK_SLOTS(&r.dims);
         for (int64_t i = thread; i < routes; i += num_threads)
             store(&to[i], load(&p.expert_ids[i]));
     }
@@ -119,6 +130,23 @@ MK_DEVICE void publish(const mk_publish_params &p, int64_t thread, int64_t num_t
     for (int64_t i = thread; i < routes && p.router_weights; i += num_threads)
         store(&weights[i], r.router_bf16 ? bf16_to_float(load(static_cast<const bf16 *>(p.router_weights) + i))
                                          : load(static_cast<const float *>(p.router_weights) + i));
+}
+
+/* Is this the last block of the grid to come here? Release: what the block has published; acquire: what all have. Leaves a word of shared
+ * memory that is free after the next barrier. */
+MK_DEVICE bool last_block(const mk_rank_params &r)
+{
+    uint32_t *before = static_cast<uint32_t *>(shared_base());
+    uint32_t *arrived = &device_state(r)->tickets[4];
+    barrier_block_sync();
+    if (thread_idx() == 0)
+        store(before, ticket_take_acq_rel_gpu(arrived, 1));
+    barrier_block_sync();
+    if (load(before) + 1 != num_blocks())
+        return false;
+    if (thread_idx() == 0)
+        store(arrived, 0u);
+    return true;
 }
 
 /* ---- the rank barrier: ranks on GPUs of their own ---- */
@@ -252,7 +280,7 @@ MK_DEVICE void count_pass(const mk_open_params &p)
         store(&state->wgrad_continued, load(&state->wgrad_continued) + load(&h->wgrad_continued));
 }
 
-/* 128 threads, one block, after the call's first barrier. Every rank reads the same heads, so all come to the same end; a rank
+/* 128 threads, one block, when all ranks have opened the call. Every rank reads the same heads, so all come to the same end; a rank
  * whose own memory was stale says so first, and one that refused has told its caller already. */
 MK_DEVICE void check_call(const mk_open_params &p)
 {
@@ -278,6 +306,38 @@ MK_DEVICE void check_call(const mk_open_params &p)
     clear_counters(r, p.schedule);
     if (thread_idx() == 0)
         count_pass(p);
+}
+
+/* ---- the beginning of a call ---- */
+
+/* The block that has come last. */
+MK_DEVICE void open_and_check_call(const mk_begin_params &p)
+{
+    const mk_rank_params &r = p.open.rank;
+    {
+        const TraceLaunch trace(r, MK_TRACE_call, p.open.operation);
+        if (thread_idx() == 0)
+            open_call(p.open);
+        barrier_block_sync();
+    }
+    if (p.then == MK_BEGIN_MEETS && !skipped(r)) { /* all ranks skip alike, so none waits for one that does not come */
+        const TraceLaunch trace(r, MK_TRACE_rank_barrier);
+        rank_barrier(r);
+        barrier_block_sync(); /* a fault of the barrier sets `skip` */
+    }
+    if (p.then != MK_BEGIN_OPENS && !skipped(r))
+        check_call(p.open);
+}
+
+/* 128 threads a block. The ranks' barrier follows what all blocks have published: last_block's acquire, the barrier's release. */
+MK_DEVICE void begin_call(const mk_begin_params &p)
+{
+    {
+        const TraceLaunch trace(p.open.rank, MK_TRACE_publish);
+        publish(p, (int64_t)block_idx() * 128 + thread_idx(), (int64_t)num_blocks() * 128);
+    }
+    if (last_block(p.open.rank))
+        open_and_check_call(p);
 }
 
 } /* namespace mk */
