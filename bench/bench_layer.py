@@ -502,7 +502,8 @@ def record_of(layer, what, mode, times, host, error, machine, commit, options):
     for name, key in (("ep1", "ratio_to_ep1" if options.routing == "uniform" else "ratio_to_ep1_same_table"), ("bf16", "ratio_to_bf16")):
         if name in times:
             ratio = quartiles([m / t for m, t in zip(times["mok"], times[name])])
-            record.update({f"{name}_ms": statistics.median(times[name]), key: ratio[1], f"{key}_quartiles": ratio})
+            record.update({f"{name}_ms": statistics.median(times[name]), f"{name}_ring_rows": layer.engines[name].workspace.plan.ring_rows, key: ratio[1],
+                           f"{key}_quartiles": ratio})
     return record
 
 

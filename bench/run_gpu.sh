@@ -20,7 +20,7 @@ mkdir -p "${MOK_BUILD:-build-gpu}" || exit 1
 build=$(cd "${MOK_BUILD:-build-gpu}" && pwd) python=${MOK_PYTHON:-python3} pairs=${MOK_PAIRS:-20}
 goals=kimi-k2.7-code-share,glm-5.2-share,deepseek-v4-pro-share,qwen3.5-397b-a17b-share,qwen3-30b-a3b,mixtral-8x7b
 shapes=${MOK_SHAPES:-$goals}
-export MOK_LIBRARY=$build/libmok.so PYTHONPATH=$PWD/python OMP_NUM_THREADS=4
+export MOK_LIBRARY=$build/libmok.so PYTHONPATH=$PWD/python${PYTHONPATH:+:$PYTHONPATH} OMP_NUM_THREADS=4 PYTHONUNBUFFERED=1
 export MOK_COMMIT=${MOK_COMMIT:-$(git rev-parse --short=12 HEAD 2>/dev/null)}
 
 # --- steps ----------------------------------------------------------------------------------------------------------------

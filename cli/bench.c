@@ -31,15 +31,17 @@ static void find_device(char *text, size_t size)
         fclose(file);
 }
 
-/* The commit of the sources, if they and git are still there. */
+/* The commit of the sources, if they and git are still there; else what MOK_COMMIT says. */
 static void find_commit(char *text, size_t size)
 {
-    *text = '\0';
+    const char *given = getenv("MOK_COMMIT");
+    char line[64];
+    snprintf(text, size, "%s", given ? given : "");
     if (access(MOK_SOURCE_DIR "/.git", F_OK) != 0)
         return;
     FILE *pipe = popen("git -C '" MOK_SOURCE_DIR "' describe --always --dirty 2>/dev/null", "r");
-    if (pipe && !fgets(text, (int)size, pipe))
-        *text = '\0';
+    if (pipe && fgets(line, sizeof line, pipe))
+        snprintf(text, size, "%s", line);
     if (pipe)
         pclose(pipe);
     cut_line(text);
