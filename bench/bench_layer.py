@@ -486,7 +486,8 @@ def record_of(layer, what, mode, times, host, error, machine, commit, options):
     ms = statistics.median(times["mok"])
     record = {
         "shape": layer.name, "T": layer.tokens, "H": layer.hidden, "I": layer.width, "E": layer.experts, "K": layer.topk, "ranks": layer.group.size,
-        "shared": layer.shared, "save": options.save, "ring_rows": layer.mok.workspace.plan.ring_rows, "dtype": options.dtype, "routing": options.routing,
+        "shared": layer.shared, "save": options.save, "ring_rows": layer.mok.workspace.plan.ring_rows, "dtype": options.dtype,
+        "routing": {"uniform": "replacement"}.get(options.routing, options.routing),  # as the simulator calls it
         "busiest_rows": layer.busiest_rows, "pass": what, "mode": mode,
         "ms": {"p50": ms, "p99": percentile(times["mok"], 0.99)},
         "tflops": flops / ms * 1e-9, "dense_tflops": layer.dense_flops(what) / statistics.median(times["dense"]) * 1e-9,
@@ -548,7 +549,7 @@ def draw(records, path):
         axis.bar([p + shift for p in place], heights, 0.26, label=label, color=colour)
     axis.set_xticks(list(place), labels, rotation=60, ha="right", fontsize=8)
     axis.set_ylabel("TFLOP/s")
-    axis.set_title(f"{records[0]['device']}, {records[0]['ranks']} rank(s), {records[0]['dtype']}, {records[0]['routing']} routing")
+    axis.set_title(f"{records[0]['device']}, {records[0]['ranks']} rank(s), {records[0]['dtype']}, routing: {records[0]['routing']}")
     axis.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=130)

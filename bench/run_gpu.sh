@@ -177,7 +177,7 @@ SHAPES
 part_1_link() {
     build mok_tool
     mok link-h200-alone 100 bench --backend cuda --only link --ranks 1
-    mok link-h200-virtual 150 bench --backend cuda --only link --ranks 2 --devices first --tokens 8192
+    mok link-h200-virtual 150 bench --backend cuda --only link --ranks 2 --devices 1 --tokens 8192
 }
 
 # N GPUs.
@@ -225,14 +225,19 @@ part_n_ring() {
 }
 part_n_link() {
     build mok_tool
-    LINES_SHOWN=80 mok "link-h200-x$gpus" 200 bench --backend cuda --only link --ranks "$gpus" --devices each --repeat 50
+    LINES_SHOWN=80 mok "link-h200-x$gpus" 200 bench --backend cuda --only link --ranks "$gpus" --repeat 50
     LINES_SHOWN=20 mok "link-h200-x$gpus-processes" 200 bench --backend cuda --only link --ranks "$gpus" --processes --repeat 50 --row-bytes 14336,4096
-    gpu_step link-table 150 "$build/mok" bench --backend cuda --only link --ranks "$gpus" --devices each --repeat 20
+    gpu_step link-table 150 "$build/mok" bench --backend cuda --only link --ranks "$gpus" --repeat 20
 }
 part_n_stages() {
     build mok_tool
-    mok "stages-kimi-x$gpus" 150 bench --backend cuda --model kimi-k2.7-code --experts $((6 * gpus)) --shared 0 --tokens 2048 --ranks "$gpus" --devices each --only layer
-    mok "stages-qwen3.5-x$gpus" 150 bench --backend cuda --model qwen3.5-397b-a17b --experts $((8 * gpus)) --shared 0 --tokens 2048 --ranks "$gpus" --devices each --only layer
+    mok "stages-kimi-x$gpus" 150 bench --backend cuda --model kimi-k2.7-code --experts $((6 * gpus)) --shared 0 --tokens 2048 --ranks "$gpus" --only layer
+    mok "stages-qwen3.5-x$gpus" 150 bench --backend cuda --model qwen3.5-397b-a17b --experts $((8 * gpus)) --shared 0 --tokens 2048 --ranks "$gpus" --only layer
+}
+part_n_trace() {
+    build mok_tool
+    gpu_step trace 100 "$build/mok" trace --backend cuda --model kimi-k2.7-code --experts $((6 * gpus)) --shared 0 --tokens 2048 --ranks "$gpus" --devices "$gpus" --pass forward \
+        --repeat 5 --svg "$out/forward-h200-x$gpus.svg" --chrome "$out/forward-h200-x$gpus-trace.json"
 }
 part_n_example() {
     build mok

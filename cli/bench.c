@@ -60,8 +60,8 @@ static void find_backend(mok_backend_id id, char *text, size_t size)
 
 /* Those that need settling. */
 typedef struct bench_options {
-    const char *save, *backend, *only, *dtype, *devices;
-    int64_t blocks;
+    const char *save, *backend, *only, *dtype;
+    int64_t blocks, devices; /* devices: how many; 0: to be found out */
     arg_int_list row_bytes;
     bool processes, tokens_given;
 } bench_options;
@@ -110,29 +110,15 @@ static int measure(bench_report *r, bool json, char *error, size_t size)
     return 0;
 }
 
-/* --devices: "each", "first" or numbers; NULL: each where there are as many as ranks. With ranks that are processes nobody has counted them. */
-static bool settle_devices(const char *text, int32_t ranks, bool processes, int32_t *devices, char *error, size_t size)
+/* Rank r has GPU r mod `count`; 0: as many as there are, at most one for each rank. Ranks that are processes have one each, as nobody has counted them. */
+static void settle_devices(int64_t count, int32_t ranks, bool processes, int32_t *devices)
 {
     mok_backend_info b = MOK_INIT(mok_backend_info);
-    for (int32_t i = 0; !text && !processes && mok_backend_query(i, &b) == MOK_OK && b.id != MOK_BACKEND_CUDA; i++)
+    for (int32_t i = 0; !count && !processes && mok_backend_query(i, &b) == MOK_OK && b.id != MOK_BACKEND_CUDA; i++)
         ;
-    bool each = text ? !strcmp(text, "each") : processes || b.num_devices >= ranks;
+    count = count ? count : processes ? ranks : b.num_devices > 0 ? b.num_devices : 1;
     for (int32_t r = 0; r < ranks; r++)
-        devices[r] = each ? r : 0;
-    if (!text || each || !strcmp(text, "first"))
-        return true;
-    const char *at = text;
-    for (int32_t r = 0; r < ranks; r++) {
-        char *end;
-        long number = strtol(at, &end, 10);
-        if (end == at || number < 0 || number > 4095 || *end != (r < ranks - 1 ? ',' : '\0')) {
-            snprintf(error, size, "--devices is \"%s\", but must be each, first, or %d numbers with commas, one for each rank", text, ranks);
-            return false;
-        }
-        devices[r] = (int32_t)number;
-        at = end + 1;
-    }
-    return true;
+        devices[r] = (int32_t)(r % count);
 }
 
 static bool settle_link(bench_report *r, const bench_options *o, char *error, size_t size)
@@ -179,8 +165,7 @@ static bool settle(bench_report *r, const shape_options *shape, const bench_opti
         snprintf(error, size, "--processes goes with --only link");
         return false;
     }
-    if (!settle_devices(o->devices, s->ranks, o->processes, s->devices, error, size))
-        return false;
+    settle_devices(o->devices, s->ranks, o->processes, s->devices);
     if (r->has_link)
         return settle_link(r, o, error, size);
     r->has_layer = strcmp(only, "gemm") != 0;
@@ -211,7 +196,7 @@ int command_bench(int argc, char **argv)
         ARG_STRING("save", "WHAT", &o.save, "all", "gate/up rows kept for the backward: none, ring, all or a number"),
         ARG_STRING("only", "PART", &o.only, "all", "layer, gemm or all; or link (cuda): rows from GPU to GPU by themselves"),
         ARG_STRING("backend", "NAME", &o.backend, "cpu", "cpu or cuda"),
-        ARG_STRING("devices", "WHICH", &o.devices, NULL, "cuda: each (rank r has GPU r), first (all share it) or numbers with commas; each if there are enough"),
+        ARG_INT("devices", "N", &o.devices, 0, 1, 64, "cuda: GPUs that the ranks are spread over; all if not given"),
         SHAPE_DTYPE_OPTION(&o.dtype),
         ARG_FLAG("requantise", &r.settings.requantise, "mxfp8: quantise the weights in every pass, not once before"),
         ARG_INT_LIST("row-bytes", "LIST", &o.row_bytes, "14336,12288,8192,7424,4224,4096", 128, 1 << 20, "link: lengths of rows, multiples of 128"),

@@ -62,8 +62,9 @@ static void print_rates(const bench_link *l)
         for (size_t j = 0; j < sizeof rows / sizeof *rows; j++) {
             const bench_link_case *c = &l->cases[i];
             const bench_link_time *ours = &c->times[rows[j].work], *best = &c->times[rows[j].ceiling];
-            term_table_cell(&t, j || i % BENCH_LINK_ROUTINGS ? "" : "%lld", (long long)c->row_bytes);
-            term_table_cell(&t, "%s", j || i % BENCH_LINK_ROUTINGS ? "" : c->row_of);
+            bool again = j || (i && c->row_bytes == c[-1].row_bytes);
+            term_table_cell(&t, again ? "" : "%lld", (long long)c->row_bytes);
+            term_table_cell(&t, "%s", again ? "" : c->row_of);
             term_table_cell(&t, "%s", j ? "" : c->routing);
             term_table_cell(&t, "%s", rows[j].what);
             term_table_cell(&t, "%s", term_si(ours->bytes, "B").text);

@@ -16,7 +16,7 @@ enum { NUM_PASSES = sizeof pass_names / sizeof *pass_names };
 
 typedef struct tracing {
     mok_config cfg;
-    int64_t ranks, tokens, threads, repeat, events_per_lane, seed;
+    int64_t ranks, tokens, threads, repeat, events_per_lane, seed, devices;
     int pass;
     pthread_mutex_t lock;
     mok_trace_event *events; /* of all ranks */
@@ -96,11 +96,13 @@ static void after_pass(mok_workspace *w, void *user)
 
 static bool record(tracing *t, char *error, size_t error_size)
 {
-    static const int32_t first_device[4096];
+    int32_t devices[4096];
+    for (int32_t r = 0; r < t->ranks; r++)
+        devices[r] = r % (int32_t)t->devices;
     bool cuda = t->cfg.backend == MOK_BACKEND_CUDA;
     layer_problem problem = {.tokens = 0};
     layer_result result;
-    layer_options o = {.ranks = (int32_t)t->ranks, .backend = t->cfg.backend, .devices = cuda ? first_device : NULL, .cpu_threads = (int32_t)t->threads,
+    layer_options o = {.ranks = (int32_t)t->ranks, .backend = t->cfg.backend, .devices = cuda ? devices : NULL, .cpu_threads = (int32_t)t->threads,
                        .ring_rows = t->cfg.ring_rows, .minibatch_rows = t->cfg.minibatch_rows, .minibatch_rows_bwd = t->cfg.minibatch_rows,
                        .forward_only = t->pass == MOK_CALL_SCHEDULE || t->pass == MOK_CALL_FORWARD, .recompute = t->pass == MOK_CALL_RECOMPUTE,
                        .repeat = t->repeat, .before_pass = before_pass, .after_pass = after_pass, .user = t};
@@ -267,7 +269,8 @@ int command_trace(int argc, char **argv)
         ARG_STRING("chrome", "FILE", &chrome, NULL, "write JSON for ui.perfetto.dev and chrome://tracing"),
         ARG_STRING("svg", "FILE", &svg, NULL, "write a picture"),
         ARG_STRING("text", "FILE", &text, NULL, "write the summary there, not to the terminal"),
-        ARG_STRING("backend", "NAME", &backend, "cpu", "cpu, or cuda: ranks share the first GPU"),
+        ARG_STRING("backend", "NAME", &backend, "cpu", "cpu or cuda"),
+        ARG_INT("devices", "N", &t.devices, 1, 1, 64, "cuda: GPUs that the ranks are spread over"),
         ARG_FLAG("json", &json, "print the sums as JSON"),
     };
     const size_t num_options = sizeof options / sizeof *options;

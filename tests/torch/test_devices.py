@@ -23,7 +23,8 @@ COUNT = int(os.environ.get("MOK_TEST_PROCESSES", torch.cuda.device_count() if ON
 REPEATS, REPLAYS = (1000, 2000) if ON_GPU else (20, 0)
 FAULT_TIMEOUT = 5.0
 
-pytestmark = pytest.mark.skipif(COUNT < 2, reason="needs a GPU for each of two processes (MOK_TEST_DEVICE=cuda), or MOK_TEST_PROCESSES")
+if COUNT < 2:
+    pytest.skip("needs a GPU for each of two processes (MOK_TEST_DEVICE=cuda), or MOK_TEST_PROCESSES", allow_module_level=True)
 
 # What must not change a bit: name -> (the problem, the engine's options, those of the call, environment while the workspace is made). Engines of one shape
 # share a workspace, so no two have the same.
