@@ -36,7 +36,7 @@ REQUIRED = [
     ("sm_10", SCALED, [r"UTCQMMA\.2CTA", r"UTCCP\.T\.S\.2CTA"]),
     ("sm_10", GEMM, [r"UTCBAR\.2CTA\.MULTICAST", r"LDTM\.16dp256bit", r"UTMALDG\.[23]D\.2CTA", r"UTCATOMSWS\.2CTA"]),
     ("sm_", r"s1_dispatch|_fused", [r"UBLKCP"]),
-    ("sm_10", r"forward_fused", [r"UGETNEXTWORKID"]),
+    ("sm_10", r"_fused", [r"UGETNEXTWORKID"]),
 ]
 
 

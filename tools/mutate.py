@@ -38,7 +38,7 @@ RUN_BY = {
     "stage/s5_": "forward",
     "stage/s5_combine_bwd": "backward",
     "stage/wgrad": "backward backward_sm100",
-    "stage/yield": "forward_sm100",
+    "stage/yield": "forward_sm100 backward_sm100",
 }
 
 # Calls that are left out, where they stand as a statement of their own.
@@ -96,7 +96,8 @@ WRONG = [
     ("gemm/pair.cuh", "s.empty[at.slot]), ", "kBothCtas", ["1"]),
     ("gemm/pair.cuh", "s.sums_full[turn.slot]), ", "kBothCtas", ["1"]),
     ("gemm/pair.cuh", "task.row = task.out_row = ", "kNoRows", ["0"]),
-    ("stage/yield.cuh", "flag_load_relaxed_gpu(counted) >= ", "num_clusters()", ["num_clusters() + 1", "num_clusters() - 1"]),
+    ("stage/yield.cuh", "flag_load_relaxed_gpu(&tickets[COUNTED]) >= ", "num_clusters()", ["num_clusters() + 1", "num_clusters() - 1"]),
+    ("stage/yield.cuh", "ticket_take_relaxed_gpu(&tickets[PRESENT], ~0u) >= ", "2", ["1", "0"]),
     ("arch/tensor_map.h", "t.swizzle = ", "MK_SWIZZLE_128B", ["MK_SWIZZLE_NONE"]),
     ("arch/tensor_map.h", "t.box[1] = ", "box_rows", ["box_rows / 2"]),
     ("kernel/forward.cu", "gemm_begin(s.gemm, ", "1", ["0", "2"]),

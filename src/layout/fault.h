@@ -37,8 +37,8 @@ typedef struct mk_device_state {
     uint64_t calls;       /* collective calls so far */
     uint32_t skip;        /* this call's data stages do nothing */
     uint32_t given_up;    /* waits of a pass that ran out; stays: the ranks are no longer in step */
-    uint32_t tickets[6];  /* of the launches of one pass; zeroed when a call opens. 2, 3: stage/yield.cuh, clusters counted, clusters that left;
-                           * 4: blocks of mok_call_begin that have published, 0 between calls */
+    uint32_t tickets[6];  /* of the launches of one pass; zeroed when a call opens. 2, 3, 5: stage/yield.cuh; 4: blocks of mok_call_begin that
+                           * have published, 0 between calls */
     int64_t rows_pulled, rows_pulled_peer, rows_copied; /* counted by s1, ever growing */
     int64_t row_moves_peer;  /* by s1: rows of H pulled from peers; a backward moves two for a table row, or one */
     int64_t rows_replayed, wgrad_continued; /* by mok_backward_fused and check_call (stage/call.cuh) */

@@ -24,6 +24,8 @@ struct Run {
     bool prequantised = false; /* in MXFP8: weights come quantised */
     mok_dtype dtype = MOK_FP32;
     uint32_t resident = 2, ready_value = 0;
+    uint32_t refusals = 0; /* launch control refuses one request in so many */
+    std::function<void(const std::string &kernel, const void *params)> before_launch;
     void (*before_pass)(mok_workspace *w, void *user) = nullptr, (*after_pass)(mok_workspace *w, void *user) = nullptr;
 };
 
@@ -125,6 +127,8 @@ inline StepResult run_layer(const layer_problem &problem, const Run &run)
     layer_result r;
     char error[512];
     emulated::plug_in(test_seed(), run.resident);
+    emulated::gpu.device->refuse_launches(run.refusals);
+    emulated::gpu.before_launch = run.before_launch;
     if (!layer_result_make(&r, &problem, &o)) {
         TEST_FAILED("no memory");
         return got;

@@ -49,6 +49,13 @@ static int64_t blocks_for(const cuda_call *c, int64_t pieces)
     return mk_max(mk_min(pieces, (int64_t)c->s->device->num_sms * BLOCKS_PER_SM), 1);
 }
 
+/* Of a kernel in clusters: as many blocks as fit beside what is reserved; of a whole pass, on Blackwell, so many times over. */
+static int64_t resident_blocks(const cuda_call *c, mk_cuda_kernel kernel, bool whole_pass)
+{
+    int64_t clusters = mk_max(c->s->device->kernels.max_clusters[kernel] - c->s->reserve_clusters, 1);
+    return clusters * mk_cuda_kernel_shapes[kernel].cluster * (whole_pass && c->s->device->blackwell ? LAUNCH_ROUNDS : 1);
+}
+
 /* --- the beginning and the end of a call ------------------------------------------------------------------------------ */
 /* The calls of a workspace happen in order, whichever streams they come on. A captured call's place in time is the caller's matter. */
 static mok_status follow_last_call(cuda_call *c)
@@ -267,10 +274,7 @@ static mok_status launch_fused(cuda_call *c, const mok_forward_args *a)
         p.shared_down = g[MK_GEMM_SHARED_DOWN].b_low;
     }
     const mk_cuda_kernel kernel = d->mx ? MK_CUDA_mok_forward_fused_mx : MK_CUDA_mok_forward_fused;
-    int64_t clusters = mk_max(c->s->device->kernels.max_clusters[kernel] - c->s->reserve_clusters, 1);
-    if (c->s->device->blackwell)
-        clusters *= LAUNCH_ROUNDS;
-    return launch(c, kernel, clusters * mk_cuda_kernel_shapes[kernel].cluster, &p, 0);
+    return launch(c, kernel, resident_blocks(c, kernel, true), &p, 0);
 }
 
 static mok_status launch_stages(cuda_call *c, const mok_forward_args *a, bool forward)
@@ -344,13 +348,12 @@ static mk_backward_params backward_params(const cuda_call *c, const mok_backward
 
 static mok_status launch_backward(const cuda_call *c, mk_backward_params *p, mk_task_kind kind, int64_t step)
 {
-    int64_t clusters = mk_max(c->s->device->kernels.max_clusters[MK_CUDA_mok_backward_fused] - c->s->reserve_clusters, 1);
     p->kind = (int32_t)kind;
     p->step = (int32_t)step;
     if (kind != MK_TASK_NONE)
         MK_CUDA_TRY(c->api->cuMemsetD32Async(mk_cu_address(c->w->local + c->w->memory.device_state + offsetof(mk_device_state, tickets)), 0, 2, c->stream),
                     "rank %d: clearing the tickets of a backward stage", c->w->dims.rank);
-    return launch(c, MK_CUDA_mok_backward_fused, clusters * mk_cuda_kernel_shapes[MK_CUDA_mok_backward_fused].cluster, p, step);
+    return launch(c, MK_CUDA_mok_backward_fused, resident_blocks(c, MK_CUDA_mok_backward_fused, kind == MK_TASK_NONE), p, step);
 }
 
 /* One launch for each stage and step, as many as the worst routing needs: the same code, in an order that needs no counter. */

@@ -16,9 +16,11 @@ MK_ENTRY MK_KERNEL(kGemmThreads) mok_backward_fused(MK_KERNEL_PARAM mk_backward_
     if (warp >= kFirstMathWarp) {
         registers_raise<kBackwardRegistersMath>();
         backward_math(p, s, warp / 4 - 1);
+        if constexpr (TileBackward::tensor_memory)
+            yield_finished(s.yield);
     } else {
         registers_lower<kBackwardRegistersOther>();
-        BackwardProgram program = {p, s, t, {-1, 0}, ~0u, {}, 0};
+        BackwardProgram program = {p, s, t, {-1, 0}, ~0u, {}, 0, {s.yield, device_state(p.rank)->tickets}};
         if (warp == 0 && lane_idx() == 0)
             backward_load(p, s);
         else if (warp == 1 && lane_idx() == 0)

@@ -6,15 +6,15 @@ using namespace mk;
 template <bool Mx> MK_DEVICE void forward_fused(const mk_forward_params &p)
 {
     ForwardShared &s = *static_cast<ForwardShared *>(shared_base());
-    uint32_t *tickets = device_state(p.rank)->tickets;
-    ForwardProgram program = {p, s, mk_table_at(&p.rank.memory, p.schedule), {}, {s.yield, &tickets[2], &tickets[3]}};
+    ForwardProgram program = {p, s, mk_table_at(&p.rank.memory, p.schedule), {}, {s.yield, device_state(p.rank)->tickets}};
     const ForwardEpilogue<Mx> epilogue = {p, program.t};
     const uint32_t warp = warp_idx();
     gemm_begin(s.gemm, 1, [&] { forward_init(p, s); });
     if (warp >= kFirstMathWarp) {
         registers_raise<kForwardRegistersMath>();
         gemm_finish(s.gemm, warp, epilogue);
-        forward_finished(s);
+        if constexpr (TileForward::tensor_memory)
+            yield_finished(s.yield);
     } else {
         registers_lower<kForwardRegistersOther>();
         if (warp < 2)

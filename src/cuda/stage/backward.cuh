@@ -42,6 +42,7 @@ struct BackwardShared {
     uint64_t ready[kTaskSlots]; /* one arrival of the wait role: the operands of the task in that slot are there */
     MathState math[kMathWarps];
     TraceShared trace;
+    YieldShared yield;
 };
 static_assert(sizeof(BackwardShared) <= MK_BACKWARD_SHARED && sizeof(BackwardShared) > MK_BACKWARD_SHARED - 2048, "what the host asks for, on either chip");
 
@@ -106,6 +107,8 @@ MK_DEVICE void backward_init(const mk_backward_params &p, const mk_table &t, Bac
 {
     for (uint32_t i = 0; i < kTaskSlots; i++)
         mbar_init(smem_addr(&s.ready[i]), 1);
+    if constexpr (TileBackward::tensor_memory)
+        yield_init(s.yield);
     fence_mbar_init_release_cluster();
     s.walk = backward_walk(p, t);
     int64_t first = 0, end = s.walk.num_tasks;
@@ -127,8 +130,16 @@ struct BackwardProgram {
     uint32_t last_number; /* a task is asked for once for each CTA of the cluster, one after the other */
     GemmTask last;        /* as it is for rank 0; kind NONE: there are no more */
     int32_t cols;         /* from one rank's columns to the next's */
+    Yield yield;          /* of the schedule thread */
 
-    MK_MEMBER uint32_t next() const { return s.first + ticket_take_relaxed_gpu(&device_state(p.rank)->tickets[0], 1); }
+    /* Blackwell's clusters may leave before the tasks of a pass are all drawn. */
+    MK_MEMBER uint32_t next()
+    {
+        if constexpr (TileBackward::tensor_memory)
+            if (!p.kind)
+                return yield.next((s.end + 1) / 2); /* pairs */
+        return s.first + ticket_take_relaxed_gpu(&device_state(p.rank)->tickets[0], 1);
+    }
 
     MK_MEMBER bool task(uint32_t number, uint32_t rank, GemmTask &task)
     {
@@ -563,6 +574,7 @@ MK_DEVICE void backward_dispatch(const mk_backward_params &p, const mk_table &t,
         if (p.step < s.walk.num_minibatches)
             mk_walk_minibatch(&s.walk, p.step, &first, &end);
     }
+    dispatch.stop = TileBackward::tensor_memory && !p.kind ? smem_addr(&s.yield.finished) : 0;
     /* dWd is of dout and w h. */
     dispatch.need_x = (p.want_weights && (p.grads[MK_GRAD_GATE].base || p.grads[MK_GRAD_UP].base)) || s.walk.replay_from < s.walk.num_tiles;
     dispatch.move_all(&device_state(p.rank)->tickets[1], first * MK_ROW_TILE, (end - first) * MK_ROW_TILE);

@@ -73,6 +73,7 @@ MK_DEVICE void open_call(const mk_open_params &p)
     store(&state->tickets[1], 0u);
     store(&state->tickets[2], 0u);
     store(&state->tickets[3], 0u);
+    store(&state->tickets[5], 0u);
     store(&state->first_bad_id, ~(uint64_t)0);
     if (p.operation == MK_OP_SCHEDULE) {
         if (status == 0)

@@ -79,17 +79,8 @@ struct ForwardProgram {
     MK_MEMBER uint32_t next()
     {
         uint32_t *tickets = device_state(p.rank)->tickets;
-        if constexpr (TileForward::tensor_memory) {
-            const uint32_t num_tasks = (uint32_t)((s.walk.num_tasks + 1) / 2); /* pairs */
-            if (yield.every == 0)
-                yield.begin(num_tasks);
-            if (!yield.go_on())
-                return kNoMoreTasks;
-            const uint32_t number = ticket_take_relaxed_gpu(&tickets[0], 1);
-            if (number >= num_tasks)
-                yield.finish();
-            return number;
-        }
+        if constexpr (TileForward::tensor_memory)
+            return yield.next((uint32_t)((s.walk.num_tasks + 1) / 2)); /* pairs */
         return ticket_take_relaxed_gpu(&tickets[0], 1);
     }
 
@@ -227,20 +218,10 @@ MK_DEVICE void forward_init(const mk_forward_params &p, ForwardShared &s)
 {
     for (uint32_t i = 0; i < kTaskSlots; i++)
         mbar_init(smem_addr(&s.ready[i]), 1);
-    mbar_init(smem_addr(&s.yield.answered), 1);
-    mbar_init(smem_addr(&s.yield.finished), kMathWarps);
+    yield_init(s.yield);
     fence_mbar_init_release_cluster();
     s.walk = forward_walk(p);
     trace_init(p.rank, s.trace);
-}
-
-/* By every math warp when it has seen its last task. Rows that only other clusters' tasks need are theirs to move, so a cluster that leaves
- * need not move more. */
-MK_DEVICE void forward_finished(ForwardShared &s)
-{
-    sync_warp();
-    if (TileForward::tensor_memory && lane_idx() == 0)
-        mbar_arrive_release_cta(smem_addr(&s.yield.finished));
 }
 
 /* The dispatch role: one warp of each CTA. Rows come from the state's second ticket, in the order of the walk. */
