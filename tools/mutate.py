@@ -32,6 +32,7 @@ RUN_BY = {
     "stage/backward": "backward backward_sm100",
     "stage/forward": "forward forward_sm100",
     "stage/mx": "mx",
+    "stage/mx_epilogue": "mx_layer",
     "stage/s1_": "dispatch mx_layer forward",
     "stage/s2_gate_up_bwd": "backward",
     "stage/s4_down_bwd": "backward",
@@ -272,6 +273,18 @@ def killed_by(build, n, tests, seeds, first_seed, known=(), deadline=float("inf"
     return None, reached
 
 
+def fails_anyway(build, test, seed):
+    """The cases of a test that fail without any mutant."""
+    known = set()
+    while (found := killed_by(build, -2, [test], 1, seed, known)[0]) is not None:
+        case = found.split(": ")[1]
+        if case.startswith("died"):
+            sys.exit(f"without any mutant, {found}")
+        print(f"fails without any mutant, so it cannot judge: {case}", flush=True)
+        known.add(case)
+    return known
+
+
 def tests_of(file):
     """The tests that are tried for a mutant of this file, of those that were asked for."""
     tests = RUN_BY[max((start for start in RUN_BY if file.startswith(start)), key=len)].split()
@@ -319,13 +332,8 @@ def main():
     TESTS[:] = [t for t in TESTS if t in needed]
     build = os.path.abspath(args.build)
     compile_tests(build, write_tree(build, edits))
-    known = set()
-    while not args.trust and (test := killed_by(build, -2, TESTS, 1, args.first_seed, known)[0]) is not None:
-        case = test.split(": ")[1]
-        if case.startswith("died"):
-            sys.exit(f"without any mutant, {test}")
-        print(f"fails without any mutant, so it cannot judge: {case}", flush=True)
-        known.add(case)
+    pool = concurrent.futures.ThreadPoolExecutor(args.jobs)
+    known = set() if args.trust else set().union(*pool.map(lambda test: fails_anyway(build, test, args.first_seed), TESTS))
     counts = {"passed": 0, "failed": 0, "skipped": 0}
     print(f"{len(numbers)} of {len(mutants)} mutants, {args.seeds} seeds from {args.first_seed} on" + (f"; sample {args.seed}" if args.sample else ""), flush=True)
 
@@ -345,10 +353,9 @@ def main():
             return "passed", f"PASS {where}  [survives: {reason}]"
         return "failed", f"FAIL {where}  [survives{'' if reached else ', never reached'}]"
 
-    with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
-        for verdict, text in pool.map(judge, numbers):
-            counts[verdict] += 1
-            print(text, flush=True)
+    for verdict, text in pool.map(judge, numbers):
+        counts[verdict] += 1
+        print(text, flush=True)
     print(f"{counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped")
     return counts["failed"] != 0
 
