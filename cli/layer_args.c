@@ -63,13 +63,17 @@ static void *from_expert(const layer_rank *job, const void *base, int64_t elemen
     return (char *)(uintptr_t)base + job->first_expert * c->intermediate * c->hidden * element;
 }
 
-static void **expert_table(layer_rank *job, int slot, void *base, int64_t element)
+static void **expert_table(layer_rank *job, int slot, void *base, int64_t expert_bytes, bool is_grad)
 {
-    const mok_config *c = &job->problem->cfg;
-    void **table = job->tables[slot] = malloc(sizeof(void *) * (size_t)(job->num_experts + 1));
-    for (int64_t e = 0; table && e < job->num_experts; e++)
-        table[e] = (char *)base + e * c->intermediate * c->hidden * element;
-    return table;
+    if (!job->tables[slot]) {
+        job->tables[slot] = malloc(sizeof(void *) * (size_t)(job->num_experts + 1));
+        for (int64_t e = 0; job->tables[slot] && e < job->num_experts; e++)
+            job->tables[slot][e] = (char *)base + e * expert_bytes;
+        int64_t frozen = job->options->frozen_expert - 1 - job->first_expert;
+        if (job->tables[slot] && is_grad && frozen >= 0 && frozen < job->num_experts)
+            job->tables[slot][frozen] = NULL;
+    }
+    return input(job, job->tables[slot], job->num_experts * (int64_t)sizeof(void *));
 }
 
 static int64_t routed_bytes(const layer_rank *job, int64_t element)
@@ -144,18 +148,25 @@ static mok_weight routed_weight(layer_rank *job, int slot, const uint16_t *base)
     void *mine = input(job, from_expert(job, base, 2), routed_bytes(job, 2));
     if (!job->options->experts_by_pointer)
         return (mok_weight){.packed = mine};
-    return (mok_weight){.experts = (const void *const *)expert_table(job, slot, mine, 2)};
+    return (mok_weight){.experts = (const void *const *)expert_table(job, slot, mine, c->intermediate * c->hidden * 2, false)};
+}
+
+/* Of all experts in one piece of memory, told by its address or by one for each expert. */
+static mok_grad grad_in(layer_rank *job, int slot, void *memory, int64_t expert_bytes)
+{
+    mok_grad g = {.dtype = job->options->grad_dtype, .accumulate = job->options->accumulate};
+    if (memory && (job->options->experts_by_pointer || job->options->grads_by_pointer))
+        g.experts = expert_table(job, slot, memory, expert_bytes, true);
+    else
+        g.packed = memory;
+    return g;
 }
 
 static mok_grad routed_grad(layer_rank *job, int slot, void *base)
 {
-    void *mine = result(job, from_expert(job, base, job->result->grad_bytes), routed_bytes(job, job->result->grad_bytes));
-    mok_grad g = {.dtype = job->options->grad_dtype, .accumulate = job->options->accumulate};
-    if (job->options->experts_by_pointer)
-        g.experts = expert_table(job, slot, mine, job->result->grad_bytes);
-    else
-        g.packed = mine;
-    return g;
+    const mok_config *c = &job->problem->cfg;
+    int64_t element = job->result->grad_bytes;
+    return grad_in(job, slot, result(job, from_expert(job, base, element), routed_bytes(job, element)), c->intermediate * c->hidden * element);
 }
 
 static mok_grad shared_grad(layer_rank *job, void *base, int64_t elements)
@@ -188,10 +199,17 @@ static void *of_rank(const layer_rank *job, void *base)
     return (char *)base + job->rank * c->shared_intermediate * c->hidden * job->result->grad_bytes;
 }
 
-static mok_grad pair_grad(layer_rank *job, int slot, void *gate, void *up, int64_t count, int64_t width)
+static mok_grad routed_pair_grad(layer_rank *job, void *gate, void *up)
 {
-    return (mok_grad){.packed = place_pair(job, slot, gate, up, count, width, job->result->grad_bytes, true), .dtype = job->options->grad_dtype,
-                      .accumulate = job->options->accumulate};
+    const mok_config *c = &job->problem->cfg;
+    int64_t element = job->result->grad_bytes;
+    return grad_in(job, 3, place_pair(job, 2, gate, up, job->num_experts, c->intermediate, element, true), 2 * c->intermediate * c->hidden * element);
+}
+
+static mok_grad shared_pair_grad(layer_rank *job, void *gate, void *up)
+{
+    return (mok_grad){.packed = place_pair(job, 3, gate, up, 1, job->problem->cfg.shared_intermediate, job->result->grad_bytes, true),
+                      .dtype = job->options->grad_dtype, .accumulate = job->options->accumulate};
 }
 
 static void split_pair_grads(const layer_rank *job)
@@ -211,9 +229,9 @@ static mok_grads grads_of(layer_rank *job)
     layer_result *r = job->result;
     int64_t shared = c->shared_intermediate * c->hidden, element = r->grad_bytes;
     if (in_pairs(job))
-        return (mok_grads){.gate = pair_grad(job, 2, from_expert(job, r->dgate, element), from_expert(job, r->dup, element), job->num_experts, c->intermediate),
+        return (mok_grads){.gate = routed_pair_grad(job, from_expert(job, r->dgate, element), from_expert(job, r->dup, element)),
                            .down = routed_grad(job, 5, r->ddown),
-                           .shared_gate = pair_grad(job, 3, of_rank(job, r->dshared_gate), of_rank(job, r->dshared_up), 1, c->shared_intermediate),
+                           .shared_gate = shared_pair_grad(job, of_rank(job, r->dshared_gate), of_rank(job, r->dshared_up)),
                            .shared_down = shared_grad(job, r->dshared_down, shared),
                            .shared_output_gate = shared_grad(job, r->dshared_output_gate, c->shared_gate ? c->hidden : 0)};
     return (mok_grads){.gate = routed_grad(job, 3, r->dgate), .up = routed_grad(job, 4, r->dup), .down = routed_grad(job, 5, r->ddown),

@@ -20,9 +20,10 @@ struct Run {
     int64_t ring = 512, minibatch = 256, save_rows = 0;
     mok_save save = MOK_SAVE_ALL;
     const char *tile = nullptr, *forward = nullptr, *backward = "fused"; /* null: what the library chooses */
-    bool forward_only = false, two_calls = false, recompute = false, accumulate = false;
+    bool forward_only = false, two_calls = false, recompute = false, accumulate = false, grads_by_pointer = false;
     bool prequantised = false; /* in MXFP8: weights come quantised */
     mok_dtype dtype = MOK_FP32;
+    int64_t frozen_expert = 0;
     uint32_t resident = 2, ready_value = 0;
     uint32_t refusals = 0; /* launch control refuses one request in so many */
     std::function<void(const std::string &kernel, const void *params)> before_launch;
@@ -89,6 +90,8 @@ inline layer_options options_of(const Run &run)
     o.mx_prequantised = run.prequantised;
     o.grad_dtype = run.dtype;
     o.accumulate = run.accumulate;
+    o.grads_by_pointer = run.grads_by_pointer;
+    o.frozen_expert = run.frozen_expert;
     o.ready_value = run.ready_value;
     o.before_pass = run.before_pass;
     o.after_pass = run.after_pass;

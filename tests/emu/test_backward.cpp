@@ -126,6 +126,28 @@ TEST(bf16_gradients_accumulated_or_fresh_in_one_call_or_two)
     layer_free(&p);
 }
 
+/* One address for each expert: the same bits; and nothing is written for an expert whose address is NULL. */
+TEST(gradients_through_pointers_and_a_frozen_expert)
+{
+    for (mok_gate_up layout : {MOK_GATE_UP_SEPARATE, MOK_GATE_UP_COMBINED}) {
+        layer_problem p = make_problem(90, 64, 5, 128, 64, layout);
+        Run packed = make_run("packed", 1, 256, 128), pointers = make_run("by pointer", 2, 256, 128), frozen = packed;
+        pointers.grads_by_pointer = frozen.grads_by_pointer = true;
+        frozen.name = "expert 2 frozen";
+        frozen.frozen_expert = 1 + 2;
+        const StepResult want = run_layer(p, packed);
+        check_bits(pointers, run_layer(p, pointers), want);
+        const StepResult got = run_layer(p, frozen);
+        CHECK(got.dx == want.dx);
+        for (int m = 0; m < 3; m++) {
+            const size_t expert = got.weights[m].size() / 5;
+            for (size_t i = 0; i < got.weights[m].size(); i++)
+                REQUIRE(got.weights[m][i] == (i / expert == 2 ? 0xff : want.weights[m][i])); /* poison: as before the pass */
+        }
+        layer_free(&p);
+    }
+}
+
 /* The traced step has the bits of the one without, and its trace has every product with its epilogue, and the bytes that were counted. */
 TEST(a_step_is_traced)
 {

@@ -30,7 +30,8 @@ static mok_status times_stage(const cuda_call *c, mk_cuda_kernel kernel, mk_task
     return c->s->times && !c->capturing ? mk_cuda_times_launch(c->s, c->operation, kernel, kind, c->stream) : MOK_OK;
 }
 
-static mok_status launch(const cuda_call *c, mk_cuda_kernel kernel, int64_t blocks, void *params, int64_t step)
+/* kind: what the kernel does, if it can do several things. */
+static mok_status launch_kind(const cuda_call *c, mk_cuda_kernel kernel, mk_task_kind kind, int64_t blocks, void *params, int64_t step)
 {
     const mk_cuda_kernel_shape *shape = &mk_cuda_kernel_shapes[kernel];
     mk_cu_launch_attribute cluster = {.id = MK_CU_LAUNCH_CLUSTER_DIMENSION, .value = {.cluster = {shape->cluster, 1, 1}}};
@@ -40,7 +41,12 @@ static mok_status launch(const cuda_call *c, mk_cuda_kernel kernel, int64_t bloc
     MK_CUDA_TRY(c->api->cuLaunchKernelEx(&config, c->s->device->kernels.function[kernel], list, NULL),
                 "rank %d: launching %s of %s, step %lld (%u blocks of %u on device %d)", c->w->dims.rank, shape->name, mk_operation_name(c->operation),
                 (long long)step, config.grid_x, config.block_x, c->s->device->ordinal);
-    return times_stage(c, kernel, kernel == MK_CUDA_mok_backward_fused ? (mk_task_kind)((const mk_backward_params *)params)->kind : MK_TASK_NONE);
+    return times_stage(c, kernel, kind);
+}
+
+static mok_status launch(const cuda_call *c, mk_cuda_kernel kernel, int64_t blocks, void *params, int64_t step)
+{
+    return launch_kind(c, kernel, MK_TASK_NONE, blocks, params, step);
 }
 
 /* Enough blocks to fill the GPU, but none without work. */
@@ -254,11 +260,12 @@ static mok_status launch_steps(cuda_call *c, const mok_forward_args *a, bool dow
     return MOK_OK;
 }
 
-static mok_status launch_fused(cuda_call *c, const mok_forward_args *a)
+static mok_status launch_fused(cuda_call *c, const mok_forward_args *a, bool down)
 {
     const mk_cuda_gemm *g = c->s->gemm;
     const mk_dims *d = &c->w->dims;
-    mk_forward_params p = {.rank = c->s->rank, .schedule = (void *)(uintptr_t)a->schedule, .context = a->context, .num_tokens = a->num_tokens};
+    mk_forward_params p = {.rank = c->s->rank, .schedule = (void *)(uintptr_t)a->schedule, .context = a->context, .num_tokens = a->num_tokens,
+                           .recompute = !down};
     if (d->capacity_tiles) {
         p.ring_x = g[MK_GEMM_GATE_UP].a;
         p.gate = g[MK_GEMM_GATE_UP].b_low;
@@ -283,8 +290,8 @@ static mok_status launch_stages(cuda_call *c, const mok_forward_args *a, bool fo
     if (!forward && !d->saved_tiles) /* a context without rows */
         return MOK_OK;
     MK_TRY(widen_weights(c, &a->weights, MK_QUANT_FORWARD, true, forward));
-    if (forward && c->s->fused)
-        return launch_fused(c, a);
+    if (c->s->fused)
+        return launch_fused(c, a, forward);
     if (d->shared_intermediate && a->num_tokens)
         MK_TRY(launch_shared(c, a, forward));
     return launch_steps(c, a, forward);
@@ -308,11 +315,9 @@ static mok_status run_pass(cuda_call *c, const mok_forward_args *a)
 static mk_grad_out grad_out(const mok_workspace *w, const mok_grad *g, int64_t outputs, int64_t inputs, bool pair, bool up)
 {
     bool one = pair && w->config.gate_up != MOK_GATE_UP_SEPARATE, interleaved = one && w->config.gate_up == MOK_GATE_UP_INTERLEAVED;
-    int64_t element = g->dtype == MOK_FP32 ? 4 : 2, first_row = one && up ? (interleaved ? 1 : outputs) : 0;
-    if (!g->packed)
-        return (mk_grad_out){0};
-    return (mk_grad_out){.base = (char *)g->packed + first_row * inputs * element, .expert_bytes = outputs * inputs * element * (one ? 2 : 1),
-                         .row_stride = inputs * (interleaved ? 2 : 1), .fp32 = g->dtype == MOK_FP32, .accumulate = g->accumulate};
+    int64_t element = g->dtype == MOK_FP32 ? 4 : 2, first_row = one && up ? (interleaved ? 1 : outputs) : 0, first = first_row * inputs * element;
+    return (mk_grad_out){.base = g->packed ? (char *)g->packed + first : NULL, .expert_bytes = outputs * inputs * element * (one ? 2 : 1), .experts = g->experts,
+                         .experts_offset = first, .row_stride = inputs * (interleaved ? 2 : 1), .fp32 = g->dtype == MOK_FP32, .accumulate = g->accumulate};
 }
 
 static void fill_grads(const mok_workspace *w, const mok_grads *g, mk_backward_params *p)
@@ -327,10 +332,12 @@ static void fill_grads(const mok_workspace *w, const mok_grads *g, mk_backward_p
     p->shared_grads[MK_GRAD_DOWN] = grad_out(w, &g->shared_down, h, s, false, false);
 }
 
+static bool is_wanted(const mok_grad *g) { return g->packed || g->experts; }
+
 static bool any_grad(const mok_grads *g)
 {
-    return g->gate.packed || g->up.packed || g->down.packed || g->shared_gate.packed || g->shared_up.packed || g->shared_down.packed ||
-           g->shared_output_gate.packed || g->ready;
+    return is_wanted(&g->gate) || is_wanted(&g->up) || is_wanted(&g->down) || is_wanted(&g->shared_gate) || is_wanted(&g->shared_up) ||
+           is_wanted(&g->shared_down) || is_wanted(&g->shared_output_gate) || g->ready;
 }
 
 static mk_backward_params backward_params(const cuda_call *c, const mok_backward_args *a)
@@ -353,7 +360,7 @@ static mok_status launch_backward(const cuda_call *c, mk_backward_params *p, mk_
     if (kind != MK_TASK_NONE)
         MK_CUDA_TRY(c->api->cuMemsetD32Async(mk_cu_address(c->w->local + c->w->memory.device_state + offsetof(mk_device_state, tickets)), 0, 2, c->stream),
                     "rank %d: clearing the tickets of a backward stage", c->w->dims.rank);
-    return launch(c, MK_CUDA_mok_backward_fused, resident_blocks(c, MK_CUDA_mok_backward_fused, kind == MK_TASK_NONE), p, step);
+    return launch_kind(c, MK_CUDA_mok_backward_fused, kind, resident_blocks(c, MK_CUDA_mok_backward_fused, kind == MK_TASK_NONE), p, step);
 }
 
 /* One launch for each stage and step, as many as the worst routing needs: the same code, in an order that needs no counter. */
@@ -378,7 +385,7 @@ static mk_combine_bwd_params combine_bwd_params(const cuda_call *c, const mok_ba
                                .dx = data ? a->dx : NULL, .drouter_weights = data ? a->drouter_weights : NULL, .num_tokens = a->num_tokens};
     if (c->open.want_weights && c->w->config.shared_gate)
         p.gate_grad = grad_out(c->w, &a->grads.shared_output_gate, 1, d->hidden, false, false);
-    p.gate_blocks = p.gate_grad.base ? (int32_t)mk_ceil_div(d->hidden, 256) : 0;
+    p.gate_blocks = p.gate_grad.base || p.gate_grad.experts ? (int32_t)mk_ceil_div(d->hidden, 256) : 0;
     return p;
 }
 

@@ -35,7 +35,7 @@
  * mok_s1_dispatch_mx, mok_s2_gate_up_wide_mx, mok_s2_gate_up_narrow_mx (routed), mok_forward_fused_mx in place of those without _mx. The shared
  * expert's maps are of the caller's x and dout.
  *
- * Recompute is the forward without mok_s4_down, and mok_s5_combine with out = NULL. A rank that refuses launches mok_call_begin and,
+ * Recompute is mok_forward_fused with `recompute` set (staged: without mok_s4_down), and mok_s5_combine with out = NULL. A rank that refuses launches mok_call_begin and,
  * but for a schedule, mok_rank_barrier.
  *
  * GEMM kernels take sizeof(GemmShared) = MK_GEMM_SHARED_WIDE or _NARROW bytes (checked in rows.cuh), the others MK_SMALL_SHARED.
@@ -148,13 +148,16 @@ typedef struct mk_forward_params {
     int64_t num_tokens;
     int32_t up_row;            /* row of `up` where the up rows start: 0, or I with combined weights */
     int32_t shared_up_row;
+    int32_t recompute;         /* gate/up alone, of the rows that the context keeps */
 } mk_forward_params;
 
 /* Where one matrix's weight gradients go. */
 enum { MK_GRAD_GATE, MK_GRAD_UP, MK_GRAD_DOWN, MK_NUM_GRADS };
 typedef struct mk_grad_out {
-    void *base;                /* of this rank's first expert; NULL: not wanted */
+    void *base;                /* of this rank's first expert */
     int64_t expert_bytes;      /* from one expert's to the next's */
+    void *const *experts;      /* or one address for each expert, read by the pass; NULL in there: not of this expert. Both NULL: not wanted */
+    int64_t experts_offset;    /* bytes from such an address to the first output */
     int64_t row_stride;        /* elements between neighbouring outputs */
     int32_t fp32, accumulate;
 } mk_grad_out;

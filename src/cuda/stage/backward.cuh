@@ -199,7 +199,7 @@ private:
         task.num_rows = (int32_t)p.num_tokens;
         if (!shared) {
             const mk_piece piece = load(&t.pieces[next.tile]);
-            const bool from_zero = piece.is_first || !p.grads[part.matrix].base; /* not wanted: there is no sum to go on from */
+            const bool from_zero = piece.is_first || !is_wanted(p.grads[part.matrix]); /* not wanted: there is no sum to go on from */
             flags = (from_zero ? WGRAD_FIRST : 0) | (piece.is_last ? WGRAD_LAST : 0);
             task.num_rows = piece.rows;
             task.row = (int32_t)ring_row(d, piece.tile_first);
@@ -576,7 +576,7 @@ MK_DEVICE void backward_dispatch(const mk_backward_params &p, const mk_table &t,
     }
     dispatch.stop = TileBackward::tensor_memory && !p.kind ? smem_addr(&s.yield.finished) : 0;
     /* dWd is of dout and w h. */
-    dispatch.need_x = (p.want_weights && (p.grads[MK_GRAD_GATE].base || p.grads[MK_GRAD_UP].base)) || s.walk.replay_from < s.walk.num_tiles;
+    dispatch.need_x = (p.want_weights && (is_wanted(p.grads[MK_GRAD_GATE]) || is_wanted(p.grads[MK_GRAD_UP]))) || s.walk.replay_from < s.walk.num_tiles;
     dispatch.move_all(&device_state(p.rank)->tickets[1], first * MK_ROW_TILE, (end - first) * MK_ROW_TILE);
 }
 

@@ -265,14 +265,24 @@ MK_DEVICE void count_tokens(const mk_rank_params &r, const mk_table &t, uint64_t
     }
 }
 
+/* One thread. Rows that exist in the table's first tiles. */
+MK_DEVICE int64_t rows_of_tiles(const mk_rank_params &r, const mk_table &t, int64_t num_tiles)
+{
+    int64_t rows = 0;
+    for (int64_t e = 0; e < r.dims.experts_count; e++)
+        rows += mk_min(load(&t.segment_rows[e]), mk_max(num_tiles - load(&t.segment_tile[e]), 0) * MK_ROW_TILE);
+    return rows;
+}
+
 /* One thread. What the passes count, as far as the schedule says it beforehand. */
 MK_DEVICE void count_pass(const mk_open_params &p)
 {
     mk_device_state *state = device_state(p.rank);
     const mk_schedule_head *h = static_cast<const mk_schedule_head *>(p.schedule);
-    const int64_t num_tiles = load(&h->num_tiles);
+    const int64_t all_tiles = load(&h->num_tiles), num_tiles = p.operation == MK_OP_RECOMPUTE ? mk_min(all_tiles, p.rank.dims.saved_tiles) : all_tiles;
+    const int64_t num_rows = num_tiles == all_tiles ? load(&h->num_rows) : rows_of_tiles(p.rank, mk_table_at(&p.rank.memory, p.schedule), num_tiles);
     store(&state->done[p.operation], load(&state->done[p.operation]) + 1);
-    store(&state->rows_padding, load(&state->rows_padding) + num_tiles * MK_ROW_TILE - load(&h->num_rows));
+    store(&state->rows_padding, load(&state->rows_padding) + num_tiles * MK_ROW_TILE - num_rows);
     store(&state->ring_rotations, load(&state->ring_rotations) + num_tiles / p.rank.dims.ring_tiles);
     const bool data = p.operation == MK_OP_BACKWARD && p.parts != 2; /* MOK_BACKWARD_WEIGHTS */
     if (p.operation == MK_OP_FORWARD || data)

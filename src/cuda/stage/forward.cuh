@@ -48,9 +48,9 @@ MK_DEVICE mk_walk forward_walk(const mk_forward_params &p)
     constexpr int64_t pair = TileForward::cols * kColumnTiles<TileForward>;
     const mk_dims &d = p.rank.dims;
     mk_walk w = {};
-    w.pass = MK_PASS_FORWARD;
+    w.pass = p.recompute ? MK_PASS_RECOMPUTE : MK_PASS_FORWARD;
     w.grid.gate_up = (int32_t)mk_ceil_div(2 * d.intermediate, pair);
-    w.grid.down = (int32_t)mk_ceil_div(d.hidden, pair);
+    w.grid.down = p.recompute ? 0 : (int32_t)mk_ceil_div(d.hidden, pair);
     w.grid.shared_gate_up = (int32_t)mk_ceil_div(2 * d.shared_intermediate, pair);
     w.grid.shared_down = w.grid.down;
     w.grid.group_tiles = 16;
@@ -59,6 +59,8 @@ MK_DEVICE mk_walk forward_walk(const mk_forward_params &p)
     if (!skipped(p.rank)) {
         w.num_tiles = load(&static_cast<const mk_schedule_head *>(p.schedule)->num_tiles);
         w.shared_tiles = d.shared_intermediate ? mk_ceil_div(p.num_tokens, MK_ROW_TILE) : 0;
+        if (p.recompute)
+            w.num_tiles = mk_min(w.num_tiles, d.saved_tiles);
     }
     mk_walk_count(&w);
     return w;

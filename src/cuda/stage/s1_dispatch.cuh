@@ -83,6 +83,8 @@ template <bool Mx> struct Dispatch {
     /* n rows further along the walk; where a row's copy comes from; is `row` the last of its tile? */
     MK_MEMBER int64_t ahead(int64_t row, int64_t n) const { return backward ? row + n : row - n; }
     MK_MEMBER int32_t copy_of(const mk_row &record) const { return backward ? record.copy_bwd : record.copy_fwd; }
+    /* A recompute walks some of the table: what lies beyond is not in the ring. */
+    MK_MEMBER int32_t in_walk(int32_t row) const { return !walk || row / MK_ROW_TILE < walk->num_tiles ? row : -1; }
     MK_MEMBER bool ends_tile(int64_t row) const { return row % MK_ROW_TILE == (backward ? MK_ROW_TILE - 1 : 0); }
     MK_MEMBER bool copies_neighbour(int64_t row) const
     {
@@ -96,7 +98,7 @@ template <bool Mx> struct Dispatch {
         DispatchRow d = {};
         d.row = ahead(start, lane_idx() % Rows);
         const mk_row record = load(&t.rows[d.row]);
-        const int32_t from = copy_of(record);
+        const int32_t from = in_walk(copy_of(record));
         const bool exists = lane_idx() < Rows && record.src_rank >= 0, in_tile = exists && from >= 0 && from / MK_ROW_TILE == d.row / MK_ROW_TILE;
         const uint32_t behind = ballot(in_tile) >> lane_idx() >> 1; /* lanes behind this one that copy their neighbour */
         d.from = exists ? from : -1;

@@ -83,13 +83,14 @@ MK_DEVICE void gate_grad_columns(const mk_combine_bwd_params &p, int64_t first_c
                 sum = fused_multiply_add(of_token, column[i], sum);
         }
     }
-    if (g.accumulate && p.num_tokens == 0)
+    char *base = grad_place(g, 0);
+    if (!base || (g.accumulate && p.num_tokens == 0))
         return;
     if (g.fp32) {
-        float *to = static_cast<float *>(g.base) + col;
+        float *to = reinterpret_cast<float *>(base) + col;
         store(to, g.accumulate ? load(to) + sum : sum);
     } else {
-        bf16 *to = static_cast<bf16 *>(g.base) + col;
+        bf16 *to = reinterpret_cast<bf16 *>(base) + col;
         store(to, (bf16)(pack_bf16(g.accumulate ? bf16_to_float(load(to)) + sum : sum, 0.0f) & 0xffff));
     }
 }

@@ -16,6 +16,16 @@ template <class T> MK_DEVICE T *in_heap(const mk_rank_params &r, int64_t offset)
 /* The same buffer in another rank's heap. */
 template <class T> MK_DEVICE T *in_peer(const mk_rank_params &r, int64_t rank, int64_t offset) { return reinterpret_cast<T *>(load(&r.heaps[rank]) + offset); }
 
+/* Where a gradient of one expert goes; null: nowhere. */
+MK_DEVICE bool is_wanted(const mk_grad_out &g) { return g.base || g.experts; }
+MK_DEVICE char *grad_place(const mk_grad_out &g, int64_t expert)
+{
+    if (!g.experts)
+        return g.base ? static_cast<char *>(g.base) + expert * g.expert_bytes : nullptr;
+    char *own = static_cast<char *>(load(&g.experts[expert]));
+    return own ? own + g.experts_offset : nullptr;
+}
+
 /* This call's data stages do nothing: trouble was found, by all ranks alike in an earlier launch, or by a wait of this one that ran out. */
 MK_DEVICE bool skipped(const mk_rank_params &r) { return flag_load_relaxed_gpu(&device_state(r)->skip) != 0; }
 

@@ -23,14 +23,14 @@ struct WgradGrid {
     {
         uint32_t n = 0;
         for (int32_t m = 0; m < MK_NUM_GRADS; m++)
-            n += grads[m].base ? down(m, (uint32_t)hidden, (uint32_t)width) * across(m, (uint32_t)hidden, (uint32_t)width) : 0;
+            n += is_wanted(grads[m]) ? down(m, (uint32_t)hidden, (uint32_t)width) * across(m, (uint32_t)hidden, (uint32_t)width) : 0;
         return (int32_t)n;
     }
 
     static MK_MEMBER WgradPart at(const mk_grad_out *grads, uint32_t hidden, uint32_t width, uint32_t part)
     {
         for (int32_t m = 0; m < MK_NUM_GRADS; m++) {
-            const uint32_t rows = down(m, hidden, width), columns = across(m, hidden, width), tiles = grads[m].base ? rows * columns : 0;
+            const uint32_t rows = down(m, hidden, width), columns = across(m, hidden, width), tiles = is_wanted(grads[m]) ? rows * columns : 0;
             if (part >= tiles) {
                 part -= tiles;
                 continue;
@@ -171,9 +171,9 @@ struct Wgrad {
     template <class Tile> MK_MEMBER void operator()(const GemmTask &task, const Acc<Tile> &acc, const WarpOut &out) const
     {
         const mk_grad_out &g = grads[wgrad_matrix(task)];
-        if (!g.base)
+        char *base = grad_place(g, task.expert);
+        if (!base)
             return;
-        char *base = static_cast<char *>(g.base) + task.expert * g.expert_bytes;
         if (!(task.kind & WGRAD_LAST))
             write(task, acc, out, partial(task));
         else if (!g.accumulate && g.fp32)
