@@ -15,7 +15,7 @@ The last line counts: "N passed, N failed, N skipped" (killed or explained, unex
 import argparse, concurrent.futures, os, random, re, shutil, subprocess, sys, time
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-TESTS = ["gemm", "gemm_scaled_sm100", "schedule", "dispatch", "mx", "mx_layer", "forward", "forward_sm100", "backward", "backward_sm100"]  # tests/emu/test_<name>.cpp; --tests
+TESTS = ["gemm", "gemm_scaled_sm100", "schedule", "dispatch", "mx", "mx_layer", "forward", "forward_sm100", "trace", "backward", "backward_sm100"]  # tests/emu/test_<name>.cpp; --tests
 
 # Which of them run a file, the quickest to notice first. The longest beginning of its name counts.
 RUN_BY = {
@@ -30,6 +30,7 @@ RUN_BY = {
     "kernel/mx": "mx",
     "layout/": "forward",
     "stage/backward": "backward backward_sm100",
+    "stage/call": "schedule trace forward",
     "stage/forward": "forward forward_sm100",
     "stage/mx": "mx",
     "stage/mx_epilogue": "mx_layer",
