@@ -837,7 +837,7 @@ TEST(M5_eight_layers_take_one_workspace)
 
 static void too_large(ranks_env *e)
 {
-    mok_config c = ranks_config(1 << 20, 1 << 20, 6, 2, 1 << 20);
+    mok_config c = ranks_config(1 << 20, 64, 6, 2, 1 << 20);
     mok_plan plan = MOK_INIT(mok_plan);
     mok_workspace *w = NULL;
     char words[64];

@@ -50,7 +50,6 @@ static inline mok_config good_config(void)
     X(c->max_tokens = -5, MOK_E_ARG, "max_tokens is -5")                                                                       \
     X(c->max_tokens = INT64_MAX, MOK_E_ARG, "max_tokens is 9223372036854775807")                                               \
     X(c->max_tokens = INT32_MAX - 200, MOK_E_SHAPE, "max_tokens 2147483447")                                                   \
-    X((c->hidden = 1 << 20, c->max_tokens = 1 << 25), MOK_E_SHAPE, "tasks: at most 2147483647 can be numbered")                 \
     X(c->dtype = (mok_dtype)4, MOK_E_ARG, "dtype is 4")                                                                        \
     X(c->dtype = MOK_FP32, MOK_E_ARG, "dtype is MOK_FP32")                                                                     \
     X(c->mx_wgrad_bf16 = true, MOK_E_ARG, "mx_wgrad_bf16 is set, but dtype is not MOK_MXFP8")                                  \
@@ -81,7 +80,8 @@ static inline mok_config good_config(void)
     X(c->backend = (mok_backend_id)3, MOK_E_ARG, "backend is 3")                                                               \
     X(c->cpu_threads = -1, MOK_E_ARG, "cpu_threads is -1")                                                                     \
     X(c->cpu_threads = 1025, MOK_E_ARG, "cpu_threads is 1025")                                                                 \
-    X(c->timeout_ms = -1, MOK_E_ARG, "timeout_ms is -1")
+    X(c->timeout_ms = -1, MOK_E_ARG, "timeout_ms is -1")                                                                       \
+    X((c->hidden = 1 << 20, c->max_tokens = 1 << 25), MOK_E_SHAPE, "max_tokens 33554432 x ")
 
 typedef struct bad_config {
     const char *what;
