@@ -136,6 +136,8 @@ void tmem_allocate(uint32_t to, uint32_t columns)
         }
     const Place place = resolve(to, 4, what);
     shared_plain_write(*place.cta, place.offset, &first, 4);
+    std::fill_n(place.cta->write_epoch.begin() + place.offset, 4, kUnobserved);  /* until the fence */
+    own_accesses().allocations.push_back({place.cta, place.offset});
     warp_rendezvous("tmem_allocate_pair, done", [](Warp &) {});
 }
 
@@ -576,6 +578,9 @@ void tcgen05_fence_before_sync()
     for (TensorCell *cell : own.stores)
         cell->write = self->now();
     own.stores.clear();
+    for (auto &word : own.allocations)
+        std::fill_n(word.first->write_epoch.begin() + word.second, 4, self->now());
+    own.allocations.clear();
 }
 
 void tcgen05_fence_after_sync()

@@ -51,6 +51,7 @@ struct TensorAccesses {
     std::vector<Load> loads;                           /* under way */
     std::vector<TensorCell *> unfenced;                /* read, not followed by a fence */
     std::vector<TensorCell *> stores;                  /* written, not waited for */
+    std::vector<std::pair<Cta *, uint32_t>> allocations; /* where in shared memory addresses were written, not followed by a fence */
     Clock clock;                                       /* what the thread knew at its last fence_after_sync */
 };
 

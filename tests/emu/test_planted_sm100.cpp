@@ -519,6 +519,16 @@ TEST(two_threads_issue)
         k.cluster_barrier();
     });
 }
+TEST(address_of_an_allocation_read_without_the_fence_before)
+{
+    expect_report("a plain read of shared offset", [](const PairKernel &k) {
+        if (warp_idx() == 1)
+            tmem_allocate_pair<64>(smem_addr(k.address()));
+        k.cluster_barrier();
+        tcgen05_fence_after_sync();
+        (void)load(k.address());
+    });
+}
 TEST(allocations_grow)
 {
     expect_report("sizes must not grow", [](const PairKernel &k) {
