@@ -99,7 +99,7 @@ std::string describe_epoch(Epoch e)
 {
     char text[160];
     if (e == kUnobserved)
-        return "a bulk store that its thread has not waited for";
+        return "a store that its thread has not waited for or fenced";
     const CtaRecord &r = machine->cta_records[cta_of(e)];
     const uint32_t member = member_of(e);
     if (member >= kMemberMbarrier)

@@ -20,7 +20,7 @@ struct Thread;
 
 typedef uint64_t Epoch;                          /* CTA number << 40 | member << 28 | count; 0: before everything */
 constexpr uint32_t kMemberMbarrier = 1024;       /* members: threads, then mbarriers */
-constexpr Epoch kUnobserved = ~0ull;             /* written by a bulk store that its thread has not waited for */
+constexpr Epoch kUnobserved = ~0ull;             /* written by a bulk store that its thread has not waited for; on Blackwell, by a store to tensor memory or an allocation, too */
 inline Epoch make_epoch(uint32_t cta, uint32_t member, uint32_t count) { return (Epoch)cta << 40 | (Epoch)member << 28 | count; }
 
 class Clock {

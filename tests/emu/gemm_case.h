@@ -169,7 +169,7 @@ template <class Tile, class Program = mk::GroupedProgram<Tile>> struct GemmCase 
 };
 
 /* Runs and compares; prints what is wrong. */
-template <class Tile, class Case = GemmCase<Tile>> static bool gemm_case_passes(const GemmShape &shape, GemmMode mode, uint64_t seed, const char *tile)
+template <class Case> static bool gemm_case_passes(const GemmShape &shape, GemmMode mode, uint64_t seed, const char *tile)
 {
     Case gemm(shape, mode, seed);
     const emu::Result result = gemm.run();
@@ -181,5 +181,39 @@ template <class Tile, class Case = GemmCase<Tile>> static bool gemm_case_passes(
     if (wrong)
         printf("  %s, %s, seed %llu: %lld elements are wrong\n", tile, gemm_mode_name[mode], (unsigned long long)seed, (long long)wrong);
     return wrong == 0;
+}
+
+/* Sizes that exercise: an odd last column tile, tails of rows and of columns, more K blocks (of 64) than stages. */
+static inline GemmShape small_shape(uint64_t *state, int64_t most_k_blocks)
+{
+    GemmShape s;
+    const int64_t experts = 1 + test_below(state, 4);
+    int64_t budget = 3;  /* row tiles */
+    for (int64_t e = 0; e < experts; e++) {
+        static const int32_t some[] = {0, 1, 63, 64, 65, 127, 128, 130};
+        int32_t rows = some[test_below(state, 8)];
+        if ((rows + 127) / 128 > budget)
+            rows = 0;
+        budget -= (rows + 127) / 128;
+        s.rows.push_back(rows);
+    }
+    s.cols = 64 * (1 + test_below(state, 7));
+    s.depth = 64 * (1 + test_below(state, most_k_blocks));
+    s.blocks = 2 * (1 + (uint32_t)test_below(state, 3));
+    s.resident = 1 + (uint32_t)test_below(state, 3);
+    s.expert_maps = test_below(state, 2) != 0;
+    s.limit = test_below(state, 2) ? INFINITY : 1.5f;
+    return s;
+}
+
+template <class Case> static void sweep(const char *tile, GemmMode mode, int64_t most_k_blocks)
+{
+    const char *env = getenv("MOK_TEST_SEEDS");
+    const int count = env ? atoi(env) : 2;
+    for (int i = 0; i < count; i++) {
+        uint64_t state = test_seed() + (uint64_t)i * 7919;
+        const GemmShape shape = small_shape(&state, most_k_blocks);
+        CHECK((gemm_case_passes<Case>(shape, mode, test_seed() + (uint64_t)i, tile)));
+    }
 }
 #endif
