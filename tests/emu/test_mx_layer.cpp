@@ -135,4 +135,85 @@ TEST(rows_of_every_length_are_widened_exactly)
     }
 }
 
+/* ---- the backward ---- */
+
+/* A first run against the cpu backend, then others against its bits. */
+static StepResult compare(const layer_problem &p, const Run &first, const std::vector<Run> &runs)
+{
+    const StepResult one = run_layer(p, first);
+    check_close(first, one, run_layer(p, on_cpu(first)), kMore);
+    for (const Run &run : runs)
+        check_bits(run, run_layer(p, run), one);
+    return one;
+}
+
+TEST(gradients_do_not_depend_on_ranks_ring_or_fusion)
+{
+    layer_problem p = mx_problem(150, 64);
+    Run first = make_run("one rank, fused", 1, 1024, 256), staged = first, crowded = make_run("few clusters", 1, 512, 128);
+    staged.name = "one rank, staged";
+    staged.backward = "staged";
+    crowded.resident = 1;
+    const StepResult got = compare(p, first, {staged, crowded, make_run("two ranks", 2, 1024, 256), make_run("four ranks, smallest ring", 4, 256, 128)});
+    p.cfg.mx_wgrad_bf16 = true;
+    Run again = make_run("two ranks, smallest ring", 2, 256, 128);
+    const StepResult bf16 = compare(p, first, {again});
+    CHECK(got.dx == bf16.dx);
+    CHECK(got.weights[0] != bf16.weights[0] && got.weights[2] != bf16.weights[2]);
+    layer_free(&p);
+}
+
+TEST(gradients_do_not_depend_on_what_was_saved)
+{
+    layer_problem p = mx_problem(150, 64);
+    Run rows = make_run("384 rows saved", 1, 512, 128, MOK_SAVE_ROWS), again = make_run("recomputed", 1, 512, 128, MOK_SAVE_RING);
+    rows.save_rows = 384;
+    again.recompute = true;
+    Run staged = make_run("nothing saved, staged", 2, 512, 128, MOK_SAVE_NONE);
+    staged.backward = "staged";
+    compare(p, make_run("all saved", 1, 512, 128), {make_run("nothing saved", 1, 512, 128, MOK_SAVE_NONE), rows, again, staged});
+    layer_free(&p);
+}
+
+TEST(a_cut_weight_gradient_continues_exactly)
+{
+    layer_problem p = make_problem(260, 0, 2, 128, 64, MOK_GATE_UP_SEPARATE, LAYER_ONE_EXPERT);
+    p.cfg.dtype = MOK_MXFP8;
+    Run small = make_run("smallest ring", 1, 256, 128);
+    compare(p, make_run("one rank", 1, 1024, 256), {make_run("two ranks, smallest ring", 2, 256, 128, MOK_SAVE_NONE)});
+    CHECK(run_layer(p, small).stats.wgrad_continued > 0);
+    layer_free(&p);
+}
+
+TEST(gradients_in_one_call_or_two_and_from_quantised_weights)
+{
+    layer_problem p = mx_problem(90, 64);
+    Run first = make_run("one call", 1, 512, 128, MOK_SAVE_RING);
+    for (bool accumulate : {false, true}) {
+        Run two_calls = make_run("two calls", 2, 512, 128);
+        two_calls.two_calls = true;
+        first.accumulate = two_calls.accumulate = accumulate;
+        first.dtype = two_calls.dtype = accumulate ? MOK_BF16 : MOK_FP32;
+        Run quantised = first;
+        quantised.name = "quantised weights";
+        quantised.prequantised = true;
+        compare(p, first, {two_calls, quantised});
+    }
+    layer_free(&p);
+}
+
+TEST(stats_are_those_of_the_cpu)
+{
+    layer_problem p = mx_problem(150, 0);
+    p.x[77] = 0x7f80;
+    p.dout[5] = 0x7fc0;
+    Run gpu = make_run("cuda", 2, 256, 128, MOK_SAVE_RING);
+    const mok_stats want = run_layer(p, on_cpu(gpu)).stats, got = run_layer(p, gpu).stats;
+#define SAME(field) CHECK_EQ(got.field, want.field)
+    SAME(backwards); SAME(rows); SAME(rows_pulled); SAME(rows_pulled_peer); SAME(rows_copied); SAME(rows_replayed); SAME(mx_not_finite);
+    SAME(rows_padding); SAME(ring_rotations); SAME(wgrad_continued); SAME(bytes_pulled_peer); SAME(bytes_pushed_peer);
+#undef SAME
+    layer_free(&p);
+}
+
 int main(int argc, char **argv) { return test_main(argc, argv); }

@@ -346,7 +346,8 @@ static mk_backward_params backward_params(const cuda_call *c, const mok_backward
                             .shared_output_gate = a->weights.shared_output_gate, .ready = a->grads.ready, .ready_value = a->grads.ready_value,
                             .num_tokens = a->num_tokens, .want_data = a->parts != MOK_BACKWARD_WEIGHTS, .want_weights = c->open.want_weights};
     mk_tensor_map *to[MK_NUM_BACKWARD_MAPS] = {&p.ring_x, &p.ring_dout, &p.ring_gate, &p.ring_up, &p.ring_h, &p.gate, &p.up, &p.down,
-                                               &p.shared_x, &p.shared_dout, &p.shared_dgate, &p.shared_dup, &p.shared_wh, &p.shared_gate, &p.shared_up, &p.shared_down};
+                                               &p.shared_x, &p.shared_dout, &p.shared_dgate, &p.shared_dup, &p.shared_wh, &p.shared_gate, &p.shared_up, &p.shared_down,
+                                               &p.wide_dgate, &p.wide_dup, &p.wide_x, &p.wide_dout, &p.replay_gate, &p.replay_up};
     for (int i = 0; i < MK_NUM_BACKWARD_MAPS; i++)
         *to[i] = c->s->backward[i];
     fill_grads(c->w, &a->grads, &p);
@@ -355,12 +356,13 @@ static mk_backward_params backward_params(const cuda_call *c, const mok_backward
 
 static mok_status launch_backward(const cuda_call *c, mk_backward_params *p, mk_task_kind kind, int64_t step)
 {
+    const mk_cuda_kernel kernel = c->w->dims.mx ? MK_CUDA_mok_backward_fused_mx : MK_CUDA_mok_backward_fused;
     p->kind = (int32_t)kind;
     p->step = (int32_t)step;
     if (kind != MK_TASK_NONE)
         MK_CUDA_TRY(c->api->cuMemsetD32Async(mk_cu_address(c->w->local + c->w->memory.device_state + offsetof(mk_device_state, tickets)), 0, 2, c->stream),
                     "rank %d: clearing the tickets of a backward stage", c->w->dims.rank);
-    return launch_kind(c, MK_CUDA_mok_backward_fused, kind, resident_blocks(c, MK_CUDA_mok_backward_fused, kind == MK_TASK_NONE), p, step);
+    return launch_kind(c, kernel, kind, resident_blocks(c, kernel, kind == MK_TASK_NONE), p, step);
 }
 
 /* One launch for each stage and step, as many as the worst routing needs: the same code, in an order that needs no counter. */
@@ -391,7 +393,10 @@ static mk_combine_bwd_params combine_bwd_params(const cuda_call *c, const mok_ba
 
 static mok_status launch_backward_stages(const cuda_call *c, const mok_backward_args *a, mk_combine_bwd_params *combine)
 {
+    const mk_dims *d = &c->w->dims;
     mk_backward_params p = backward_params(c, a);
+    MK_TRY(widen_weights(c, &a->weights, MK_QUANT_FORWARD, d->saved_tiles < d->capacity_tiles, false)); /* for a replay */
+    MK_TRY(widen_weights(c, &a->weights, MK_QUANT_DGRAD, p.want_data, true));
     if (c->w->dims.shared_intermediate && a->num_tokens)
         MK_TRY(launch(c, MK_CUDA_mok_shared_scale, blocks_for(c, a->num_tokens), combine, 0));
     return c->s->fused_backward ? launch_backward(c, &p, MK_TASK_NONE, 0) : launch_backward_staged(c, &p);
@@ -408,6 +413,10 @@ static mok_status run_backward(cuda_call *c, const mok_backward_args *a)
         return MOK_OK;
     mk_combine_bwd_params combine = combine_bwd_params(c, a);
     MK_TRY(barrier(c, launch_backward_stages(c, a, &combine)));
+    if (c->w->dims.mx && combine.gate_blocks) { /* reads the caller's x, which may be where dx goes */
+        MK_TRY(launch(c, MK_CUDA_mok_s5_combine_bwd, combine.gate_blocks, &combine, 0));
+        combine.gate_blocks = 0;
+    }
     return launch(c, MK_CUDA_mok_s5_combine_bwd, combine.gate_blocks + blocks_for(c, a->num_tokens), &combine, 0);
 }
 

@@ -312,11 +312,9 @@ static mok_status check_entered(mok_workspace *w, const mk_call *call)
     MK_TRY(mk_cuda_take_fault(w, NULL));
     if (call->operation == MK_OP_SCHEDULE)
         return check_schedule(w, &call->schedule);
-    if (call->operation == MK_OP_BACKWARD && w->dims.mx)
-        return mk_fail(MOK_E_UNSUPPORTED, "dtype MOK_MXFP8: backend cuda has no backward in it yet; use MOK_BF16, or backend cpu");
     if (call->operation == MK_OP_BACKWARD) {
         MK_TRY(check_backward(w, &call->backward));
-        return mk_cuda_encode_backward(w, &call->backward.weights, call->num_tokens);
+        return mk_cuda_encode_backward(w, &call->backward);
     }
     MK_TRY(check_forward(w, &call->forward, down));
     return encode_maps(w, &call->forward, down);

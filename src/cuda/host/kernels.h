@@ -31,6 +31,7 @@
     X(mok_s2_gate_up_wide_mx, 384, MK_GEMM_SHARED_WIDE, 2) \
     X(mok_s2_gate_up_narrow_mx, 384, MK_GEMM_SHARED_NARROW, 2) \
     X(mok_forward_fused_mx, 384, MK_FORWARD_SHARED, 2)    \
+    X(mok_backward_fused_mx, 384, MK_BACKWARD_SHARED, 2)  \
     X(mok_mx_quantise_rows, 256, MK_SMALL_SHARED, 1)      \
     X(mok_mx_widen_weights, 256, MK_SMALL_SHARED, 1)      \
     X(mok_mx_quantise_matrix, 256, MK_SMALL_SHARED, 1)    \

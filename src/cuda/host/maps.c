@@ -137,44 +137,66 @@ mok_status mk_cuda_encode_gemm(mok_workspace *w, mk_gemm_id id, const mok_weight
 enum { BOX_BACKWARD = 64 };
 
 /* A buffer over the ring's rows or, shared, over this rank's tokens; a stack of one, as the weights are stacks of many. */
-static mk_tensor describe_backward_rows(const mok_workspace *w, mk_backward_map which, bool shared, int64_t num_tokens)
+static mk_tensor describe_backward_rows(const mok_workspace *w, mk_backward_map which, bool shared, const mok_backward_args *a)
 {
     const mk_memory *m = &w->memory;
     const int64_t hidden = w->dims.hidden, width = shared ? w->dims.shared_intermediate : w->dims.intermediate;
+    /* Without tokens too: the shared expert's weight gradients are zeros then, made by the same tasks out of any memory. */
+    const int64_t rows = shared ? mk_max(a->num_tokens, 1) : MK_RING_ROWS(&w->dims);
+    const bool callers = w->dims.mx && a->num_tokens;
     const char *address;
     switch (which) {
-    case MK_MAP_X: address = shared ? w->heap + m->x : w->local + m->ring_x; break;
-    case MK_MAP_DOUT: address = shared ? w->heap + m->dout : w->local + m->ring_dout; break;
+    case MK_MAP_X: address = !shared ? w->local + m->ring_x : callers ? a->x : w->heap + m->x; break;
+    case MK_MAP_DOUT: address = !shared ? w->local + m->ring_dout : callers ? a->dout : w->heap + m->dout; break;
     case MK_MAP_GATE: address = w->local + (shared ? m->shared_gate : m->ring_gate); break;
     case MK_MAP_UP: address = w->local + (shared ? m->shared_up : m->ring_up); break;
     default: address = w->local + (shared ? m->shared_h : m->ring_h); break;
     }
-    return mk_tensor_operand(address, (uint64_t)(which <= MK_MAP_DOUT ? hidden : width), (uint64_t)(shared ? num_tokens : MK_RING_ROWS(&w->dims)), 1, BOX_BACKWARD);
+    return mk_tensor_operand(address, (uint64_t)(which <= MK_MAP_DOUT ? hidden : width), (uint64_t)rows, 1, BOX_BACKWARD);
 }
 
-static mok_status encode_backward_half(mok_workspace *w, const mok_weights *weights, bool shared, int64_t num_tokens)
+/* MXFP8. Without mx_wgrad the ring's own rows are what weight gradients read. */
+static mok_status encode_backward_mx(mok_workspace *w, const mok_weights *weights)
+{
+    mk_cuda_state *s = w->state;
+    const mk_memory *m = &w->memory;
+    const uint64_t hidden = (uint64_t)w->dims.hidden, width = (uint64_t)w->dims.intermediate, rows = (uint64_t)MK_RING_ROWS(&w->dims);
+    bool wgrad = w->dims.mx_wgrad;
+    const struct { mk_backward_map map; int64_t place; uint64_t cols; const char *name; } all[] = {
+        {MK_MAP_WIDE_DGATE, m->wide_dgate, width, "dgate quantised"}, {MK_MAP_WIDE_DUP, m->wide_dup, width, "dup quantised"},
+        {MK_MAP_WIDE_X, wgrad ? m->wide_x : m->ring_x, hidden, "x of weight gradients"}, {MK_MAP_WIDE_DOUT, wgrad ? m->wide_dout : m->ring_dout, hidden, "dout of weight gradients"}};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
+        mk_tensor t = mk_tensor_operand(w->local + all[i].place, all[i].cols, rows, 1, BOX_BACKWARD);
+        MK_TRY(encode(s, &s->backward[all[i].map], &t, all[i].name));
+    }
+    mk_tensor gate, up;
+    describe_weights(w, MK_GEMM_GATE_UP, weights, false, BOX_BACKWARD, &gate, &up);
+    MK_TRY(encode(s, &s->backward[MK_MAP_REPLAY_GATE], &gate, "gate of a replay"));
+    return encode(s, &s->backward[MK_MAP_REPLAY_UP], &up, "up of a replay");
+}
+
+static mok_status encode_backward_half(mok_workspace *w, const mok_backward_args *a, bool shared)
 {
     static const char *const names[] = {"x", "dout", "dgate", "dup", "w h", "gate", "up", "down"};
     mk_cuda_state *s = w->state;
     mk_tensor_map *maps = s->backward + (shared ? MK_MAP_SHARED : 0);
     mk_tensor gate, up, down, other;
     for (int i = MK_MAP_X; i <= MK_MAP_H; i++) {
-        mk_tensor rows = describe_backward_rows(w, (mk_backward_map)i, shared, num_tokens);
+        mk_tensor rows = describe_backward_rows(w, (mk_backward_map)i, shared, a);
         MK_TRY(encode(s, &maps[i], &rows, names[i]));
     }
-    describe_weights(w, shared ? MK_GEMM_SHARED_GATE_UP : MK_GEMM_GATE_UP, weights, true, BOX_BACKWARD, &gate, &up);
-    describe_weights(w, shared ? MK_GEMM_SHARED_DOWN : MK_GEMM_DOWN, weights, true, BOX_BACKWARD, &down, &other);
+    describe_weights(w, shared ? MK_GEMM_SHARED_GATE_UP : MK_GEMM_GATE_UP, &a->weights, true, BOX_BACKWARD, &gate, &up);
+    describe_weights(w, shared ? MK_GEMM_SHARED_DOWN : MK_GEMM_DOWN, &a->weights, true, BOX_BACKWARD, &down, &other);
     MK_TRY(encode(s, &maps[MK_MAP_WGATE], &gate, names[MK_MAP_WGATE]));
     MK_TRY(encode(s, &maps[MK_MAP_WUP], &up, names[MK_MAP_WUP]));
     return encode(s, &maps[MK_MAP_WDOWN], &down, names[MK_MAP_WDOWN]);
 }
 
-mok_status mk_cuda_encode_backward(mok_workspace *w, const mok_weights *weights, int64_t num_tokens)
+mok_status mk_cuda_encode_backward(mok_workspace *w, const mok_backward_args *a)
 {
     if (w->dims.capacity_tiles)
-        MK_TRY(encode_backward_half(w, weights, false, num_tokens));
-    /* Without tokens too: the shared expert's weight gradients are zeros then, made by the same tasks. */
-    if (w->dims.shared_intermediate)
-        MK_TRY(encode_backward_half(w, weights, true, mk_max(num_tokens, 1)));
-    return MOK_OK;
+        MK_TRY(encode_backward_half(w, a, false));
+    if (w->dims.capacity_tiles && w->dims.mx)
+        MK_TRY(encode_backward_mx(w, &a->weights));
+    return w->dims.shared_intermediate ? encode_backward_half(w, a, true) : MOK_OK;
 }

@@ -33,7 +33,9 @@ typedef struct mk_cuda_gemm {
 typedef enum mk_backward_map {
     MK_MAP_X, MK_MAP_DOUT, MK_MAP_GATE, MK_MAP_UP, MK_MAP_H, MK_MAP_WGATE, MK_MAP_WUP, MK_MAP_WDOWN,
     MK_MAP_SHARED,                        /* the same again for the shared expert */
-    MK_NUM_BACKWARD_MAPS = 2 * MK_MAP_SHARED
+    MK_MAP_MX = 2 * MK_MAP_SHARED,        /* MXFP8: of the routed experts, what is in buffers of its own */
+    MK_MAP_WIDE_DGATE = MK_MAP_MX, MK_MAP_WIDE_DUP, MK_MAP_WIDE_X, MK_MAP_WIDE_DOUT, MK_MAP_REPLAY_GATE, MK_MAP_REPLAY_UP,
+    MK_NUM_BACKWARD_MAPS
 } mk_backward_map;
 
 /* Encoded maps, by what they describe: two places for each hash, for those who came last. Enough for the layers of a large model. */
@@ -86,7 +88,7 @@ typedef struct mk_cuda_state {
 /* wish: "wide", "narrow" or NULL. A fused forward has the narrow tile whatever the wish. */
 void mk_cuda_choose_tiles(mok_workspace *w, const char *wish);
 mok_status mk_cuda_encode_gemm(mok_workspace *w, mk_gemm_id id, const mok_weights *weights, const void *x, int64_t num_tokens);
-mok_status mk_cuda_encode_backward(mok_workspace *w, const mok_weights *weights, int64_t num_tokens);
+mok_status mk_cuda_encode_backward(mok_workspace *w, const mok_backward_args *a);
 
 /* call.c */
 mok_status mk_cuda_run(mok_workspace *w, const mk_call *call, void *stream);

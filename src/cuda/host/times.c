@@ -64,6 +64,7 @@ static int stage_of(mk_cuda_kernel kernel, mk_task_kind kind)
     case MK_CUDA_mok_forward_fused_mx:
     case MK_CUDA_mok_forward_fused: return STAGE_fused;
     case MK_CUDA_mok_mx_widen_weights: return STAGE_mx_weights;
+    case MK_CUDA_mok_backward_fused_mx:
     case MK_CUDA_mok_backward_fused: return stage_of_kind(kind);
     case MK_CUDA_mok_shared_scale: return STAGE_shared_scale;
     case MK_CUDA_mok_s5_combine:

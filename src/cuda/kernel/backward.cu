@@ -7,26 +7,26 @@
 
 using namespace mk;
 
-MK_ENTRY MK_KERNEL(kGemmThreads) mok_backward_fused(MK_KERNEL_PARAM mk_backward_params p)
+template <bool Mx> MK_DEVICE void backward_fused(const mk_backward_params &p)
 {
     BackwardShared &s = *static_cast<BackwardShared *>(shared_base());
     const mk_table t = mk_table_at(&p.rank.memory, p.schedule);
     const uint32_t warp = warp_idx();
-    gemm_begin(s.gemm, 1, [&] { backward_init(p, t, s); });
+    gemm_begin(s.gemm, 1, [&] { backward_init<Mx>(p, t, s); });
     if (warp >= kFirstMathWarp) {
         registers_raise<kBackwardRegistersMath>();
-        backward_math(p, s, warp / 4 - 1);
+        backward_math<Mx>(p, s, warp / 4 - 1);
         if constexpr (TileBackward::tensor_memory)
             yield_finished(s.yield);
     } else {
         registers_lower<kBackwardRegistersOther>();
-        BackwardProgram program = {p, s, t, {-1, 0}, ~0u, {}, 0, {s.yield, device_state(p.rank)->tickets}};
+        BackwardProgram<Mx> program = {p, s, t, {-1, 0}, ~0u, {}, 0, {s.yield, device_state(p.rank)->tickets}};
         if (warp == 0 && lane_idx() == 0)
-            backward_load(p, s);
+            backward_load<Mx>(p, s);
         else if (warp == 1 && lane_idx() == 0)
             backward_schedule(p, s, program);
         else if (warp == 2)
-            backward_dispatch(p, t, s);
+            backward_dispatch<Mx>(p, t, s);
         else if (warp == 3)
             backward_wait(p, t, s);
     }
@@ -35,6 +35,9 @@ MK_ENTRY MK_KERNEL(kGemmThreads) mok_backward_fused(MK_KERNEL_PARAM mk_backward_
     if (thread_idx() == 0)
         trace_close(p.rank, s.trace);
 }
+
+MK_ENTRY MK_KERNEL(kGemmThreads) mok_backward_fused(MK_KERNEL_PARAM mk_backward_params p) { backward_fused<false>(p); }
+MK_ENTRY MK_KERNEL(kGemmThreads) mok_backward_fused_mx(MK_KERNEL_PARAM mk_backward_params p) { backward_fused<true>(p); }
 
 MK_ENTRY MK_KERNEL(256) mok_shared_scale(MK_KERNEL_PARAM mk_combine_bwd_params p)
 {

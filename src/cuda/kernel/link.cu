@@ -146,6 +146,7 @@ MK_DEVICE void link_move(const mk_link_params &p, LinkMoveShared &s)
     if (warp_idx() == MK_LINK_WARPS && p.pull && link.num_rows) {
         Dispatch<false> dispatch(p.rank, link.t, s.dispatch, nullptr);
         dispatch.move_all(&device_state(p.rank)->tickets[0], link.num_rows - 1, link.num_rows);
+        dispatch.count();
     }
 }
 

@@ -32,7 +32,8 @@
  *
  * MXFP8 (kernels of mx_params.h come in too): mok_mx_quantise_rows brings x and dout into the heap, before mok_call_begin; and
  * mok_mx_widen_weights makes the bf16 copies of the routed weights that the products read. Then the same launches, with kernels
- * mok_s1_dispatch_mx, mok_s2_gate_up_wide_mx, mok_s2_gate_up_narrow_mx (routed), mok_forward_fused_mx in place of those without _mx. The shared
+ * mok_s1_dispatch_mx, mok_s2_gate_up_wide_mx, mok_s2_gate_up_narrow_mx (routed), mok_forward_fused_mx, mok_backward_fused_mx in place of those without _mx; mok_s5_combine_bwd twice,
+ * first for the output gate's gradient alone. The shared
  * expert's maps are of the caller's x and dout.
  *
  * Recompute is mok_forward_fused with `recompute` set (staged: without mok_s4_down), and mok_s5_combine with out = NULL. A rank that refuses launches mok_call_begin and,
@@ -165,6 +166,8 @@ typedef struct mk_grad_out {
 /* The fused backward, and its stages one by one. Maps as in mk_gemm_params, every box 64 x 64; dout and dgate, dup stand in for x and h. */
 typedef struct mk_backward_params {
     mk_tensor_map ring_x, ring_dout, ring_gate, ring_up, ring_h, gate, up, down;
+    /* MXFP8: what dx_k's product and weight gradients read in place of the ring's, and a replay in place of gate and up */
+    mk_tensor_map wide_dgate, wide_dup, wide_x, wide_dout, replay_gate, replay_up;
     mk_tensor_map shared_x, shared_dout, shared_dgate, shared_dup, shared_wh, shared_gate, shared_up, shared_down;
     mk_rank_params rank;
     void *schedule;

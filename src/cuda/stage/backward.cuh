@@ -9,7 +9,10 @@
  *   wgrad           two ring buffers as they lie; rows of a piece   wgrad.cuh
  *
  * and the same for the shared expert over this rank's tokens. With params.kind the launch runs one stage of one step instead, which makes
- * the staged backward out of the same code. */
+ * the staged backward out of the same code.
+ *
+ * Mx: the routed experts in MXFP8 (docs/contract.md). Operands are bf16 numbers all the same: rows are widened as they land, weights are widened
+ * copies, and what a product wants quantised along another axis is in a buffer of its own (wide_* in layout/memory.h). */
 #ifndef MK_STAGE_BACKWARD_CUH
 #define MK_STAGE_BACKWARD_CUH
 
@@ -61,10 +64,13 @@ MK_DEVICE int32_t stage_of(int32_t kind)
 
 /* ---- the walk ---- */
 
+/* Weight gradients read x: dWd is of dout and w h. */
+MK_DEVICE bool wants_x(const mk_backward_params &p) { return p.want_weights && (is_wanted(p.grads[MK_GRAD_GATE]) || is_wanted(p.grads[MK_GRAD_UP])); }
+
 /* Are the shared expert's gate and up in the context? */
 MK_DEVICE bool shared_is_saved(const mk_backward_params &p) { return p.context && p.rank.dims.saved_tiles > 0; }
 
-MK_DEVICE mk_grid backward_grid(const mk_backward_params &p)
+template <bool Mx> MK_DEVICE mk_grid backward_grid(const mk_backward_params &p)
 {
     constexpr int64_t pair = TileBackward::cols * kColumnTiles<TileBackward>;
     const mk_dims &d = p.rank.dims;
@@ -80,12 +86,17 @@ MK_DEVICE mk_grid backward_grid(const mk_backward_params &p)
         g.wgrad = (int32_t)mk_max(WgradGrid::count(p.grads, d.hidden, d.intermediate), p.ready ? 1 : 0);
         g.shared_wgrad = d.shared_intermediate ? WgradGrid::count(p.shared_grads, d.hidden, d.shared_intermediate) : 0;
     }
+    if constexpr (Mx) {
+        g.wgrad_waits = d.mx_wgrad && g.wgrad > 0;
+        if (g.wgrad_waits)
+            g.dgrad_gate_up = (int32_t)mk_ceil_div(d.hidden, pair);
+    }
     g.group_tiles = 16;
     g.raises = (int32_t)(kColumnTiles<TileBackward> * kWarpsPerTile<TileBackward>);
     return g;
 }
 
-MK_DEVICE mk_walk backward_walk(const mk_backward_params &p, const mk_table &t)
+template <bool Mx> MK_DEVICE mk_walk backward_walk(const mk_backward_params &p, const mk_table &t)
 {
     const mk_dims &d = p.rank.dims;
     mk_walk w = {};
@@ -93,7 +104,7 @@ MK_DEVICE mk_walk backward_walk(const mk_backward_params &p, const mk_table &t)
     w.mb_tiles = d.mb_tiles_bwd;
     w.piece_first = t.piece_first;
     if (!skipped(p.rank)) {
-        w.grid = backward_grid(p);
+        w.grid = backward_grid<Mx>(p);
         w.num_tiles = load(&t.head->num_tiles);
         w.num_pieces = load(&t.head->num_pieces);
         w.shared_tiles = d.shared_intermediate ? mk_ceil_div(p.num_tokens, MK_ROW_TILE) : 0;
@@ -103,14 +114,14 @@ MK_DEVICE mk_walk backward_walk(const mk_backward_params &p, const mk_table &t)
     return w;
 }
 
-MK_DEVICE void backward_init(const mk_backward_params &p, const mk_table &t, BackwardShared &s)
+template <bool Mx> MK_DEVICE void backward_init(const mk_backward_params &p, const mk_table &t, BackwardShared &s)
 {
     for (uint32_t i = 0; i < kTaskSlots; i++)
         mbar_init(smem_addr(&s.ready[i]), 1);
     if constexpr (TileBackward::tensor_memory)
         yield_init(s.yield);
     fence_mbar_init_release_cluster();
-    s.walk = backward_walk(p, t);
+    s.walk = backward_walk<Mx>(p, t);
     int64_t first = 0, end = s.walk.num_tasks;
     if (p.kind)
         mk_walk_range(&s.walk, (mk_task_kind)p.kind, p.step, &first, &end);
@@ -122,7 +133,7 @@ MK_DEVICE void backward_init(const mk_backward_params &p, const mk_table &t, Bac
 /* ---- the program ---- */
 
 /* Of one thread. */
-struct BackwardProgram {
+template <bool Mx> struct BackwardProgram {
     const mk_backward_params &p;
     BackwardShared &s;
     mk_table t;
@@ -176,6 +187,8 @@ private:
         cols = (int32_t)(stage == MK_TASK_GATE_UP ? TileBackward::cols / 2 : TileBackward::cols);
         task.col = next.part * (int32_t)kColumnTiles<TileBackward> * cols;
         task.num_k_blocks = (int32_t)((stage == MK_TASK_DGRAD_GATE_UP ? 2 * width : d.hidden) / kBlockK);
+        if constexpr (Mx) /* a task that is there for the weight gradients' operands alone */
+            task.num_k_blocks = stage == MK_TASK_DGRAD_GATE_UP && !p.want_data ? 2 : task.num_k_blocks;
         task.out_row = next.tile * MK_ROW_TILE;
         if (shared ? shared_is_saved(p) : next.tile < s.walk.replay_from)
             task.kind |= TASK_SAVED;
@@ -226,7 +239,7 @@ struct LoadRun {
     int32_t count;
 };
 
-struct BackwardLoad {
+template <bool Mx> struct BackwardLoad {
     const mk_backward_params &p;
     enum { K = (int32_t)kBlockK };
 
@@ -237,14 +250,14 @@ struct BackwardLoad {
         const bool shared = is_shared_task(kind);
         switch (stage_of(kind)) {
         case MK_TASK_GATE_UP:
-            return {shared ? &p.shared_x : &p.ring_x, shared ? &p.shared_gate : &p.gate, shared ? &p.shared_up : &p.up,
+            return {shared ? &p.shared_x : &p.ring_x, shared ? &p.shared_gate : Mx ? &p.replay_gate : &p.gate, shared ? &p.shared_up : Mx ? &p.replay_up : &p.up,
                     0, task.row + half, 0, 0, task.col, task.expert, K, 0, K, 0, which ? 0 : all};
         case MK_TASK_DGRAD_DOWN:
             return dgrad(shared ? &p.shared_dout : &p.ring_dout, shared ? &p.shared_down : &p.down, task, half, which ? 0 : all);
         case MK_TASK_DGRAD_GATE_UP:
             if (which == 0)
-                return dgrad(shared ? &p.shared_dgate : &p.ring_gate, shared ? &p.shared_gate : &p.gate, task, half, all / 2);
-            return dgrad(shared ? &p.shared_dup : &p.ring_up, shared ? &p.shared_up : &p.up, task, half, all / 2);
+                return dgrad(shared ? &p.shared_dgate : Mx ? &p.wide_dgate : &p.ring_gate, shared ? &p.shared_gate : &p.gate, task, half, all / 2);
+            return dgrad(shared ? &p.shared_dup : Mx ? &p.wide_dup : &p.ring_up, shared ? &p.shared_up : &p.up, task, half, all / 2);
         default: return wgrad(task, shared, half, which);
         }
     }
@@ -260,9 +273,9 @@ struct BackwardLoad {
     {
         const int32_t matrix = wgrad_matrix(task), all = task.num_k_blocks;
         const int32_t fit = shared ? all : (int32_t)mk_min((MK_RING_ROWS(&p.rank.dims) - task.row) / K, all);
-        const mk_tensor_map *left = shared ? &p.shared_dout : &p.ring_dout, *right = shared ? &p.shared_wh : &p.ring_h;
+        const mk_tensor_map *left = shared ? &p.shared_dout : Mx ? &p.wide_dout : &p.ring_dout, *right = shared ? &p.shared_wh : &p.ring_h;
         if (matrix != MK_GRAD_DOWN)
-            right = shared ? &p.shared_x : &p.ring_x;
+            right = shared ? &p.shared_x : Mx ? &p.wide_x : &p.ring_x;
         if (matrix == MK_GRAD_GATE)
             left = shared ? &p.shared_dgate : &p.ring_gate;
         if (matrix == MK_GRAD_UP)
@@ -288,9 +301,9 @@ MK_DEVICE void backward_load_block(BackwardShared &s, uint32_t stage, const Gemm
 #endif
 
 /* One thread of each CTA: what the wait role has found to be there. Rows were written by plain stores; the copy engine reads them next. */
-MK_DEVICE void backward_load(const mk_backward_params &p, BackwardShared &s)
+template <bool Mx> MK_DEVICE void backward_load(const mk_backward_params &p, BackwardShared &s)
 {
-    const BackwardLoad load = {p};
+    const BackwardLoad<Mx> load = {p};
     TaskReader<TileBackward> tasks;
     RingCursor<TileBackward::stages> at;
     for (;; tasks.at.next()) {
@@ -371,7 +384,20 @@ struct GradBuffers {
     MK_MEMBER const bf16 *gate(const GemmTask &task) const { return task.kind & TASK_SAVED ? saved(task, p.rank.memory.saved_gate, p.rank.memory.saved_shared_gate) : dgate(task); }
     MK_MEMBER const bf16 *up(const GemmTask &task) const { return task.kind & TASK_SAVED ? saved(task, p.rank.memory.saved_up, p.rank.memory.saved_shared_up) : dup(task); }
 
+    /* MXFP8 */
+    MK_MEMBER bool is_packed(const GemmTask &task) const { return task.kind & TASK_SAVED && !is_shared(task); }
+    MK_MEMBER bool is_rounded(const GemmTask &task) const { return !is_shared(task); }
+    MK_MEMBER const uint8_t *packed_gate(const GemmTask &task) const { return packed(task, p.rank.memory.saved_gate); }
+    MK_MEMBER const uint8_t *packed_up(const GemmTask &task) const { return packed(task, p.rank.memory.saved_up); }
+    MK_MEMBER bf16 *wide_dgate(const GemmTask &) const { return in_local<bf16>(p.rank, p.rank.memory.wide_dgate); }
+    MK_MEMBER bf16 *wide_dup(const GemmTask &) const { return in_local<bf16>(p.rank, p.rank.memory.wide_dup); }
+    MK_MEMBER uint64_t *not_finite() const { return mx_not_finite(p.rank); }
+
 private:
+    MK_MEMBER const uint8_t *packed(const GemmTask &task, int64_t place) const
+    {
+        return static_cast<const uint8_t *>(p.context) + place + (int64_t)task.out_row * mk_mx_row_stride(p.rank.dims.intermediate);
+    }
     static MK_MEMBER bool is_shared(const GemmTask &task)
     {
         uint32_t kind = (uint32_t)task.kind;
@@ -388,7 +414,7 @@ private:
     }
 };
 
-struct BackwardMath {
+template <bool Mx> struct BackwardMath {
     const mk_backward_params &p;
     BackwardShared &s;
 
@@ -400,24 +426,37 @@ struct BackwardMath {
             flag_add_release_gpu(counter_at(p.rank, counter, index), 1);
     }
 
+    /* Is it a task of the shared expert? Mx: worked out anew, because quantising leaves no register to keep it in. */
+    static MK_MEMBER bool again(const GemmTask &task, bool shared)
+    {
+        if constexpr (Mx) {
+            uint32_t nothing = 0;
+            pin_register(nothing); /* behind it memory is read again */
+            return is_shared_task(task.kind & TASK_KIND_MASK);
+        }
+        return shared;
+    }
+
     MK_MEMBER void replay(const GemmTask &task, const Acc<TileBackward> &acc, const WarpOut &out, bool shared) const
     {
         const mk_rank_params &r = p.rank;
         const int64_t cols = shared ? r.dims.shared_intermediate : r.dims.intermediate;
-        const KeepGateUp keep = {in_local<bf16>(r, shared ? r.memory.shared_gate : r.memory.ring_gate),
-                                 in_local<bf16>(r, shared ? r.memory.shared_up : r.memory.ring_up), (uint32_t)cols};
-        keep(task, acc, out);
+        bf16 *gate = in_local<bf16>(r, shared ? r.memory.shared_gate : r.memory.ring_gate), *up = in_local<bf16>(r, shared ? r.memory.shared_up : r.memory.ring_up);
+        if (Mx && !shared)
+            KeepGateUp<Mx>{gate, up, (uint32_t)cols}(task, acc, out);
+        else
+            KeepGateUp<false>{gate, up, (uint32_t)cols}(task, acc, out);
         if (!shared && task.col == 0 && warp_idx() % 4 == 0 && lane_idx() == 0)
             counter_add_relaxed_gpu(reinterpret_cast<uint64_t *>(&device_state(r)->rows_replayed), (uint64_t)task.num_rows);
-        signal(shared ? MK_COUNTER_shared_s2_tasks_done : MK_COUNTER_s2_tasks_done, task.tag);
+        signal(again(task, shared) ? MK_COUNTER_shared_s2_tasks_done : MK_COUNTER_s2_tasks_done, task.tag);
     }
 
-    MK_MEMBER SwigluBackward<GradBuffers> swiglu_epilogue() const { return {{p}, p.rank.swiglu_limit}; }
+    MK_MEMBER SwigluBackward<Mx, GradBuffers> swiglu_epilogue() const { return {{p}, p.rank.swiglu_limit}; }
 
     MK_MEMBER void dgrad_down(const GemmTask &task, const Acc<TileBackward> &acc, const WarpOut &out, bool shared) const
     {
         swiglu_epilogue()(task, acc, out);
-        signal(shared ? MK_COUNTER_shared_s4_bwd_tasks_done : MK_COUNTER_s4_bwd_tasks_done, task.tag);
+        signal(again(task, shared) ? MK_COUNTER_shared_s4_bwd_tasks_done : MK_COUNTER_s4_bwd_tasks_done, task.tag);
     }
 
     MK_MEMBER void dgrad_gate_up(const GemmTask &task, const Acc<TileBackward> &acc, const WarpOut &out, bool shared) const
@@ -425,6 +464,10 @@ struct BackwardMath {
         const mk_rank_params &r = p.rank;
         if (shared)
             return SharedDx{r, r.shared_gate ? static_cast<const bf16 *>(p.shared_output_gate) : nullptr}(task, acc, out);
+        if (Mx && !p.want_data) {
+            signal(MK_COUNTER_s2_bwd_tasks_done, task.tag);
+            return;
+        }
         const mk_row *rows = mk_table_at(&r.memory, p.schedule).rows;
         if (task.col == 0)
             push_weight_grads<TileBackward>(r, rows, task, out);
@@ -432,6 +475,17 @@ struct BackwardMath {
          * release would wait for. */
         signal(MK_COUNTER_s2_bwd_tasks_done, task.tag);
         StoreRows<SlotRows>{{r, rows, nullptr, r.dims.hidden}}(task, acc, out);
+    }
+
+    /* What a task does before its MMAs, while others' run. */
+    MK_MEMBER void prepare(const GemmTask &task, const WarpOut &out) const
+    {
+        const int32_t kind = task.kind & TASK_KIND_MASK;
+        if (stage_of(kind) == MK_TASK_DGRAD_DOWN)
+            swiglu_epilogue().prefetch(task, out);
+        if constexpr (Mx)
+            if (kind == MK_TASK_DGRAD_GATE_UP && s.walk.grid.wgrad_waits)
+                WgradOperands{p.rank, wants_x(p)}.share(task, TileBackward::cols, (uint32_t)task.col / TileBackward::cols, (uint32_t)s.walk.grid.dgrad_gate_up * kColumnTiles<TileBackward>);
     }
 
     MK_MEMBER Wgrad wgrad(bool shared) const
@@ -465,10 +519,10 @@ struct BackwardMath {
         const int32_t kind = task.kind & TASK_KIND_MASK;
         const bool shared = is_shared_task(kind);
         switch (stage_of(kind)) {
-        case MK_TASK_GATE_UP: replay(task, acc, out, shared); break;
-        case MK_TASK_DGRAD_DOWN: dgrad_down(task, acc, out, shared); break;
-        case MK_TASK_DGRAD_GATE_UP: dgrad_gate_up(task, acc, out, shared); break;
-        default: finish_wgrad(task, acc, out, shared); break;
+        case MK_TASK_GATE_UP: replay(task, acc, out, again(task, shared)); break;
+        case MK_TASK_DGRAD_DOWN: dgrad_down(task, acc, out, again(task, shared)); break;
+        case MK_TASK_DGRAD_GATE_UP: dgrad_gate_up(task, acc, out, again(task, shared)); break;
+        default: finish_wgrad(task, acc, out, again(task, shared)); break;
         }
     }
 
@@ -525,8 +579,7 @@ struct BackwardMath {
             if (lane_idx() == 0)
                 store(&state.task, task);
             sync_warp();
-            if (stage_of(task.kind & TASK_KIND_MASK) == MK_TASK_DGRAD_DOWN)
-                swiglu_epilogue().prefetch(state.task, out);
+            prepare(state.task, out);
             barrier_named_sync(BARRIER_MATH_TURN + warpgroup, both);
             trace_stamp(p.rank, s.trace, turn, TRACE_PRODUCT_BEGINS);
             const uint32_t last = multiply(task, acc, at, warpgroup, out);
@@ -552,10 +605,10 @@ struct BackwardMath {
 };
 
 #ifndef MK_SM100
-MK_DEVICE void backward_math(const mk_backward_params &p, BackwardShared &s, uint32_t warpgroup) { BackwardMath{p, s}.run(warpgroup); }
+template <bool Mx> MK_DEVICE void backward_math(const mk_backward_params &p, BackwardShared &s, uint32_t warpgroup) { BackwardMath<Mx>{p, s}.run(warpgroup); }
 
 /* One thread of each CTA. */
-MK_DEVICE void backward_schedule(const mk_backward_params &, BackwardShared &s, BackwardProgram &program)
+template <bool Mx> MK_DEVICE void backward_schedule(const mk_backward_params &, BackwardShared &s, BackwardProgram<Mx> &program)
 {
     if (cluster_rank() == kScheduleRank<TileBackward>)
         gemm_schedule(s.gemm, program);
@@ -563,9 +616,9 @@ MK_DEVICE void backward_schedule(const mk_backward_params &, BackwardShared &s, 
 #endif
 
 /* The dispatch role: one warp of each CTA. Rows come from the state's second ticket, in the order of the walk. */
-MK_DEVICE void backward_dispatch(const mk_backward_params &p, const mk_table &t, BackwardShared &s)
+template <bool Mx> MK_DEVICE void backward_dispatch(const mk_backward_params &p, const mk_table &t, BackwardShared &s)
 {
-    Dispatch<false> dispatch(p.rank, t, s.dispatch, &s.walk, &s.trace);
+    Dispatch<Mx, true> dispatch(p.rank, t, s.dispatch, &s.walk, &s.trace);
     int64_t first = 0, end = s.walk.num_tiles;
     if (p.kind && p.kind != MK_TASK_DISPATCH)
         return;
@@ -575,9 +628,11 @@ MK_DEVICE void backward_dispatch(const mk_backward_params &p, const mk_table &t,
             mk_walk_minibatch(&s.walk, p.step, &first, &end);
     }
     dispatch.stop = TileBackward::tensor_memory && !p.kind ? smem_addr(&s.yield.finished) : 0;
-    /* dWd is of dout and w h. */
-    dispatch.need_x = (p.want_weights && (is_wanted(p.grads[MK_GRAD_GATE]) || is_wanted(p.grads[MK_GRAD_UP]))) || s.walk.replay_from < s.walk.num_tiles;
+    const auto need_x = [&] { return wants_x(p) || s.walk.replay_from < s.walk.num_tiles; };
+    dispatch.need_x = need_x();
     dispatch.move_all(&device_state(p.rank)->tickets[1], first * MK_ROW_TILE, (end - first) * MK_ROW_TILE);
+    dispatch.need_x = need_x(); /* not kept meanwhile */
+    dispatch.count();
 }
 
 } /* namespace mk */

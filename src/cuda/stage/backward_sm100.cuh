@@ -9,8 +9,8 @@ namespace mk {
 MK_DEVICE bool is_wgrad(const GemmTask &task) { return stage_of(task.kind & TASK_KIND_MASK) == MK_TASK_WGRAD; }
 
 /* Two tasks of weight gradients share the rows of one piece, not only columns; who helps with one reads its rows too. */
-template <> struct Pairing<BackwardProgram> {
-    static MK_MEMBER uint32_t first(const BackwardProgram &program, uint32_t drawn) { return 2 * drawn - program.s.first; } /* launches of a stage begin anywhere */
+template <bool Mx> struct Pairing<BackwardProgram<Mx>> {
+    static MK_MEMBER uint32_t first(const BackwardProgram<Mx> &program, uint32_t drawn) { return 2 * drawn - program.s.first; } /* launches of a stage begin anywhere */
     static MK_MEMBER bool fit(const GemmTask &a, const GemmTask &b)
     {
         return (a.kind | TASK_SAVED) == (b.kind | TASK_SAVED) && a.expert == b.expert && a.col == b.col && a.num_k_blocks == b.num_k_blocks &&
@@ -43,7 +43,7 @@ MK_DEVICE void backward_load_block(BackwardShared &s, uint32_t stage, const Gemm
 }
 
 /* What the backward's tasks want of the core. */
-struct BackwardTasks {
+template <bool Mx> struct BackwardTasks {
     const mk_backward_params &p;
     BackwardShared &s;
 
@@ -69,32 +69,31 @@ struct BackwardTasks {
 
     MK_MEMBER void meanwhile(const GemmTask &task, const WarpOut &out) const
     {
-        if (stage_of(task.kind & TASK_KIND_MASK) == MK_TASK_DGRAD_DOWN)
-            BackwardMath{p, s}.swiglu_epilogue().prefetch(task, out);
+        BackwardMath<Mx>{p, s}.prepare(task, out);
     }
 };
 
-struct BackwardEpilogue {
-    BackwardMath math;
+template <bool Mx> struct BackwardEpilogue {
+    BackwardMath<Mx> math;
     MK_MEMBER void operator()(const GemmTask &task, const Acc<TileBackward> &acc, const WarpOut &out) const { math.finish(task, acc, out); }
 };
 
-MK_DEVICE void note_task(const BackwardEpilogue &e, uint32_t number, TraceStamp stamp) { trace_stamp(e.math.p.rank, e.math.s.trace, number, stamp); }
+template <bool Mx> MK_DEVICE void note_task(const BackwardEpilogue<Mx> &e, uint32_t number, TraceStamp stamp) { trace_stamp(e.math.p.rank, e.math.s.trace, number, stamp); }
 
 /* One warpgroup. */
-MK_DEVICE void backward_math(const mk_backward_params &p, BackwardShared &s, uint32_t warpgroup)
+template <bool Mx> MK_DEVICE void backward_math(const mk_backward_params &p, BackwardShared &s, uint32_t warpgroup)
 {
-    const BackwardEpilogue epilogue = {{p, s}};
-    pair_math(s.gemm, warpgroup, epilogue, BackwardTasks{p, s});
+    const BackwardEpilogue<Mx> epilogue = {{p, s}};
+    pair_math(s.gemm, warpgroup, epilogue, BackwardTasks<Mx>{p, s});
 }
 
 /* One thread of each CTA. */
-MK_DEVICE void backward_schedule(const mk_backward_params &p, BackwardShared &s, BackwardProgram &program)
+template <bool Mx> MK_DEVICE void backward_schedule(const mk_backward_params &p, BackwardShared &s, BackwardProgram<Mx> &program)
 {
     if (cluster_rank() == kScheduleRank<TileBackward>)
         pair_schedule(s.gemm, program);
     else
-        pair_mma(s.gemm, BackwardTasks{p, s});
+        pair_mma(s.gemm, BackwardTasks<Mx>{p, s});
 }
 
 } /* namespace mk */

@@ -234,6 +234,7 @@ template <bool Mx> MK_DEVICE void forward_dispatch(const mk_forward_params &p, F
     dispatch.stop = TileForward::tensor_memory ? smem_addr(&s.yield.finished) : 0;
     const int64_t num_rows = walk.num_tiles * MK_ROW_TILE;
     dispatch.move_all(&device_state(p.rank)->tickets[1], num_rows - 1, num_rows);
+    dispatch.count();
 }
 
 } /* namespace mk */

@@ -112,10 +112,31 @@ template <class Out, class Kept> struct MxSwigluRows {
     }
 };
 
-/* Rows are a multiple of 16 bytes apart: eight elements never straddle. */
-MK_DEVICE Vec4 mx_read_piece(const uint8_t *row, int64_t cols, int64_t at)
+/* ---- the backward's rows (LanePlaces, gemm/epilogue.cuh) ---- */
+
+/* As LanePlaces::flush, quantised and widened again on the way. not_finite null: nobody counts. */
+MK_DEVICE void mx_flush(const LanePlaces &at, bf16 *base, uint32_t col, uint32_t half, uint64_t *not_finite)
 {
-    return mx_widen8(load(reinterpret_cast<const MxElements8 *>(row + at)), load(row + cols + at / MK_MX_BLOCK));
+    MK_ROLLED for (uint32_t i = 0; i < 4; i++) {
+        const Vec4 v = load_shared_b128(chunk_piece(half, 4 * i + lane_idx() / 8, lane_idx() % 8)), rounded = mx_round8(v);
+        if (4 * i >= at.rows)
+            continue;
+        mx_count_not_finite(not_finite, v);
+        store(reinterpret_cast<Vec4 *>(base + at.tile + (at.lane + 4 * i * at.cols) + col + lane_idx() % 8 * 8), rounded);
+    }
+}
+
+/* As LanePlaces::read, from rows of the context in MXFP8, the first of which is the tile's. */
+MK_DEVICE void mx_read(const uint8_t *first, uint32_t cols, const GemmTask &task, uint32_t first_row, uint32_t col, Vec4 (&v)[4])
+{
+    const uint32_t at = (uint32_t)task.col + col + lane_idx() % 8 * 8;
+    MK_UNROLL for (uint32_t i = 0; i < 4; i++) {
+        const uint32_t r = first_row + 4 * i + lane_idx() / 8;
+        const uint8_t *row = first + (int64_t)r * mk_mx_row_stride(cols);
+        v[i] = {0, 0, 0, 0};
+        if (r < (uint32_t)task.num_rows)
+            v[i] = mx_widen8(load(reinterpret_cast<const MxElements8 *>(row + at)), load(row + cols + at / MK_MX_BLOCK));
+    }
 }
 
 } /* namespace mk */

@@ -46,7 +46,7 @@ struct DispatchRow {
 struct DispatchPayload { int64_t heap_offset, ring_offset; };
 
 /* One warp. What it takes to move rows, whoever asks for them. */
-template <bool Mx> struct Dispatch {
+template <bool Mx, bool Backward = false> struct Dispatch {
     const mk_rank_params &r;
     mk_table t;
     DispatchShared &s;
@@ -59,7 +59,7 @@ template <bool Mx> struct Dispatch {
     uint32_t stop = 0;        /* an mbarrier after whose first phase no more rows are drawn; 0: none */
 
     MK_MEMBER Dispatch(const mk_rank_params &rank, const mk_table &table, DispatchShared &shared, const mk_walk *fused, TraceShared *fused_trace = nullptr)
-        : r(rank), t(table), s(shared), walk(fused), trace(fused_trace), backward(fused && fused->pass == MK_PASS_BACKWARD)
+        : r(rank), t(table), s(shared), walk(fused), trace(fused_trace), backward(Mx ? Backward : fused && fused->pass == MK_PASS_BACKWARD)
     {
         if (lane_idx() < DISPATCH_MAX_SLOTS)
             mbar_init(smem_addr(&s.full[lane_idx()]), 1);
@@ -367,6 +367,11 @@ template <bool Mx> struct Dispatch {
             move_drawn<2>(ticket, start, num_rows);
         else
             move_drawn<1>(ticket, start, num_rows);
+    }
+
+    /* After all that: what this warp has moved, for mok_stats. */
+    MK_MEMBER void count() const
+    {
         mk_device_state *state = device_state(r);
         counter_add_relaxed_gpu(reinterpret_cast<uint64_t *>(&state->rows_pulled), (uint64_t)pulled);
         counter_add_relaxed_gpu(reinterpret_cast<uint64_t *>(&state->rows_pulled_peer), (uint64_t)pulled_peer);
@@ -383,6 +388,7 @@ template <bool Mx> MK_DEVICE void s1_dispatch(const mk_dispatch_params &p)
     int64_t first, end;
     forward_minibatch(p.rank.dims, load(&dispatch.t.head->num_tiles), p.step, &first, &end);
     dispatch.move_all(ticket, end * MK_ROW_TILE - 1, (end - first) * MK_ROW_TILE);
+    dispatch.count();
 }
 
 } /* namespace mk */

@@ -4,7 +4,7 @@
 #ifndef MK_STAGE_S2_GATE_UP_BWD_CUH
 #define MK_STAGE_S2_GATE_UP_BWD_CUH
 
-#include "cuda/stage/rows.cuh"
+#include "cuda/stage/mx_epilogue.cuh"
 
 namespace mk {
 
@@ -83,10 +83,20 @@ struct SharedDx {
     }
 };
 
-/* The replay's epilogue: gate and up of the rows, rounded, into the ring. The tile's first half of columns is gate, its second half up. */
-struct KeepGateUp {
+/* The replay's epilogue: gate and up of the rows, rounded, into the ring. The tile's first half of columns is gate, its second half up. Mx: as they
+ * would come out of the context in MXFP8. */
+template <bool Mx> struct KeepGateUp {
     bf16 *gate, *up;
     uint32_t cols;
+
+    static MK_MEMBER void keep(LanePlaces at, bf16 *base, uint32_t col, uint32_t half)
+    {
+        if constexpr (Mx)
+            mx_flush(at, base, col, half, nullptr);
+        else
+            at.flush(base, col, half);
+    }
+
     template <class Tile> MK_MEMBER void operator()(const GemmTask &task, const Acc<Tile> &acc, const WarpOut &out) const
     {
         constexpr uint32_t chunks = Tile::cols / 128;
@@ -106,8 +116,8 @@ struct KeepGateUp {
                 pack_chunk(v, packed);
                 put_chunk(out.staging + kChunkBytes, packed);
                 sync_warp();
-                LanePlaces(task, row, cols).flush(gate, 64 * c, out.staging);
-                LanePlaces(task, row, cols).flush(up, 64 * c, out.staging + kChunkBytes);
+                keep(LanePlaces(task, row, cols), gate, 64 * c, out.staging);
+                keep(LanePlaces(task, row, cols), up, 64 * c, out.staging + kChunkBytes);
                 sync_warp();
             }
         }

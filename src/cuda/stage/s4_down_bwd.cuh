@@ -5,7 +5,7 @@
 #ifndef MK_STAGE_S4_DOWN_BWD_CUH
 #define MK_STAGE_S4_DOWN_BWD_CUH
 
-#include "cuda/stage/rows.cuh"
+#include "cuda/stage/mx_epilogue.cuh"
 
 namespace mk {
 
@@ -23,8 +23,10 @@ MK_DEVICE SwigluGrad swiglu_backward(float dh, float gate, float up, float weigh
 }
 
 /* Buffers says where things are, each time anew (which costs no register between): gate(task), up(task), const bf16 *, moved so that
- * dgate's offsets fit; cols(task), I or Is; dgate(task), dup(task), weighted_h(task), bf16 *; weights(task), of rows; partial(task), [rows, cols / 64]. */
-template <class Buffers> struct SwigluBackward {
+ * dgate's offsets fit; cols(task), I or Is; dgate(task), dup(task), weighted_h(task), bf16 *; weights(task), of rows; partial(task), [rows, cols / 64].
+ * Mx, of the routed experts: saved gate and up are in MXFP8 (is_packed(task), packed_gate(task), packed_up(task), uint8_t *), and dgate and dup are
+ * wanted a second time, quantised along the columns (is_rounded(task), wide_dgate(task), wide_dup(task), bf16 *; not_finite()). */
+template <bool Mx, class Buffers> struct SwigluBackward {
     Buffers buffers;
     float limit;            /* infinity: no clamp */
 
@@ -74,6 +76,15 @@ template <class Buffers> struct SwigluBackward {
     {
         if (out.row >= (uint32_t)task.num_rows || (uint32_t)task.col >= buffers.cols(task))
             return;
+        if constexpr (Mx) {
+            if (buffers.is_packed(task)) {
+                Vec4 gate[4], up[4];
+                read_ahead(task, out.row, 0, gate, up);
+                put_pieces(out.staging, gate);
+                put_pieces(out.staging + kChunkBytes, up);
+                return;
+            }
+        }
         places(task, out.row).fetch(buffers.gate(task), 0, out.staging);
         places(task, out.row).fetch(buffers.up(task), 0, out.staging + kChunkBytes);
     }
@@ -99,6 +110,11 @@ template <class Buffers> struct SwigluBackward {
             chunk(out, dh, w, h, sum);
             sync_warp();
             places(task, row).flush(buffers.dgate(task), col, low);
+            if constexpr (Mx) /* both here, before gate and up are read ahead: there are not registers for all */
+                if (buffers.is_rounded(task)) {
+                    mx_flush(places(task, row), buffers.wide_dgate(task), col, low, buffers.not_finite());
+                    mx_flush(places(task, row), buffers.wide_dup(task), col, high, buffers.not_finite());
+                }
             store_sums(task, row, col, sum);
             sync_warp();
             put_chunk(low, h);
@@ -121,6 +137,13 @@ template <class Buffers> struct SwigluBackward {
 private:
     MK_MEMBER void read_ahead(const GemmTask &task, uint32_t row, uint32_t col, Vec4 (&gate)[4], Vec4 (&up)[4]) const
     {
+        if constexpr (Mx) {
+            if (buffers.is_packed(task)) {
+                mx_read(buffers.packed_gate(task), buffers.cols(task), task, row, col, gate);
+                mx_read(buffers.packed_up(task), buffers.cols(task), task, row, col, up);
+                return;
+            }
+        }
         places(task, row).read(buffers.gate(task), col, gate);
         places(task, row).read(buffers.up(task), col, up);
     }

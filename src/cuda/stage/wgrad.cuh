@@ -4,6 +4,7 @@
 #ifndef MK_STAGE_WGRAD_CUH
 #define MK_STAGE_WGRAD_CUH
 
+#include "cuda/stage/mx.cuh"
 #include "cuda/stage/rows.cuh"
 
 namespace mk {
@@ -219,6 +220,40 @@ private:
         GemmTask tile = task;
         tile.num_rows = (int32_t)mk_min(outputs(task) - task.out_row, Tile::rows);
         StoreRows<GradRows>{{base, inputs(task), row_stride}}(tile, acc, out);
+    }
+};
+
+/* MXFP8: the operands of a tile's weight gradients, quantised along its rows in blocks of 32 and widened again. Every task of s2_gate_up_bwd
+ * does its share of the tile, before its product: by then everything that the products of before read of the tile has been written, and nobody but
+ * weight gradients reads it again. dgate, dup and w h in place; x and dout, which other rows of the ring may be copied from, into
+ * buffers of their own. A warp (of the four of a task) takes one block of rows, a lane eight columns at a time. */
+struct WgradOperands {
+    const mk_rank_params &r;
+    bool with_x;
+
+    MK_MEMBER void round(const GemmTask &task, int64_t from, int64_t to, int64_t cols, int64_t col) const
+    {
+        const uint32_t first = warp_idx() % 4 * MK_MX_BLOCK;
+        const int32_t rows = (int32_t)mk_min((int64_t)task.num_rows - first, MK_MX_BLOCK);
+        const int64_t at = ((int64_t)task.row + first) * cols + col;
+        if (rows > 0 && col < cols)
+            mx_round_columns8(in_local<bf16>(r, from) + at, cols, rows, in_local<bf16>(r, to) + at, cols);
+    }
+
+    /* The task's columns of x and dout (tile_cols from task.col on), and part `part` of `parts` of the others'. */
+    MK_MEMBER void share(const GemmTask &task, uint32_t tile_cols, uint32_t part, uint32_t parts) const
+    {
+        const mk_memory &m = r.memory;
+        const uint32_t width = (uint32_t)r.dims.intermediate, pieces = width / 8, all = 3 * pieces;
+        for (uint32_t i = lane_idx(); i < 2 * tile_cols / 8; i += 32) {
+            const bool of_x = i < tile_cols / 8;
+            if (with_x || !of_x)
+                round(task, of_x ? m.ring_x : m.ring_dout, of_x ? m.wide_x : m.wide_dout, r.dims.hidden, task.col + (int64_t)(i % (tile_cols / 8)) * 8);
+        }
+        for (uint32_t i = part * all / parts + lane_idx(); i < (part + 1) * all / parts; i += 32) {
+            const int64_t buffer = i / pieces == 0 ? m.ring_gate : i / pieces == 1 ? m.ring_up : m.ring_h;
+            round(task, buffer, buffer, width, (int64_t)(i % pieces) * 8);
+        }
     }
 };
 
