@@ -52,7 +52,7 @@ bool shape_backend_usable(mok_backend_id backend, char *error, size_t error_size
 bool shape_backend(const char *text, mok_backend_id *backend, char *error, size_t error_size);
 const char *shape_backend_name(mok_backend_id backend);
 /* "bf16" or "mxfp8": the arithmetic of the routed experts. */
-#define SHAPE_DTYPE_OPTION(text) ARG_STRING("dtype", "NAME", text, "bf16", "arithmetic of the routed experts: bf16, or mxfp8 (cpu backend)")
+#define SHAPE_DTYPE_OPTION(text) ARG_STRING("dtype", "NAME", text, "bf16", "arithmetic of the routed experts: bf16, or mxfp8")
 bool shape_dtype(const char *text, mok_dtype *dtype, char *error, size_t error_size);
 const char *shape_dtype_name(mok_dtype dtype);
 /* "none", "ring", "all", "auto" or a number of rows. */

@@ -142,7 +142,7 @@ typedef struct mok_config {
     int64_t max_tokens;          /* required: largest T of any rank in any call */
 
     /* Arithmetic. The same on all ranks. */
-    mok_dtype dtype;               /* MOK_BF16 (auto) or MOK_MXFP8: routed experts on e4m3 in blocks of 32 (docs/contract.md); cpu backend */
+    mok_dtype dtype;               /* MOK_BF16 (auto) or MOK_MXFP8: routed experts on e4m3 in blocks of 32 (docs/contract.md) */
     mok_dtype router_dtype;        /* of router weights and their gradients: MOK_FP32 (auto) or MOK_BF16 */
     mok_activation activation;
     float swiglu_limit;            /* L > 0: gate <= L and -L <= up <= L before the activation; 0 = no limit */

@@ -73,7 +73,8 @@ static double error_of(const void *got, const void *want, int64_t n, bool fp32)
     return error;
 }
 
-/* GPU and CPU differ by roundings only: far less than what a bf16 chain loses against float64 (4e-3 on such data). */
+/* GPU and CPU differ by roundings only: far less than what a bf16 chain loses against float64 (4e-3 on such data). In MXFP8 a last bit may
+ * become an e4m3's, of few numbers. */
 static void compare_with_cpu(const char *what, const mok_config *c, int64_t tokens, layer_routing routing)
 {
     layer_problem p;
@@ -100,9 +101,10 @@ static void compare_with_cpu(const char *what, const mok_config *c, int64_t toke
             worst = grads[i] > worst || grads[i] != grads[i] ? grads[i] : worst;
         printf("  %-24s T %6lld H %5lld I %5lld E %3lld K %2lld: gpu against cpu: out %.2e, dx %.2e, worst gradient %.2e\n", what, (long long)tokens,
                (long long)c->hidden, (long long)c->intermediate, (long long)c->num_experts, (long long)c->topk, error, dx, worst);
-        CHECK_LE(error, 3e-3);
-        CHECK_LE(dx, 4e-3);
-        CHECK_LE(worst, 4e-3);
+        bool mx = c->dtype == MOK_MXFP8;
+        CHECK_LE(error, mx ? 2e-2 : 3e-3);
+        CHECK_LE(dx, mx ? 2e-2 : 4e-3);
+        CHECK_LE(worst, mx ? 2e-2 : 4e-3);
         CHECK_BYTES(gpu.tokens_per_expert, cpu.tokens_per_expert, sizeof(int64_t) * (size_t)c->num_experts);
         CHECK_EQ(gpu.stats[0].rows, cpu.stats[0].rows);
         free(truth);
@@ -167,10 +169,10 @@ static void check_gradient_bytes(const layer_result *r, const layer_result *want
 }
 
 /* One problem over everything that must not change a bit. */
-TEST(D1_bits_over_ranks_ring_minibatch_tiles_and_kernels)
+static void check_bits(mok_dtype dtype)
 {
-    NEED_GPU();
     mok_config c = shape_of(512, 384, 128, 12, 3);
+    c.dtype = dtype;
     layer_problem p;
     layer_result first = {0}, r;
     int64_t tokens = quick() ? 90 : 700, n = tokens * c.hidden * 2, rotations = 0, copied = 0, continued = 0, replayed = 0;
@@ -212,6 +214,31 @@ TEST(D1_bits_over_ranks_ring_minibatch_tiles_and_kernels)
     CHECK(rotations > 3 && copied > 0 && replayed > 0 && continued > 0);
     layer_result_free(&first);
     layer_free(&p);
+}
+
+TEST(D1_bits_over_ranks_ring_minibatch_tiles_and_kernels)
+{
+    NEED_GPU();
+    check_bits(MOK_BF16);
+}
+
+TEST(D1_bits_in_mxfp8_over_ranks_ring_minibatch_tiles_and_kernels)
+{
+    NEED_GPU();
+    check_bits(MOK_MXFP8);
+}
+
+TEST(mxfp8_agrees_with_the_cpu)
+{
+    NEED_GPU();
+    static const int64_t shapes[][5] = {{512, 256, 128, 8, 2}, {2880, 2880, 0, 4, 2}, {4096, 1024, 1024, 10, 4}, {8256, 64, 0, 2, 2}};
+    for (size_t i = 0; i < (quick() ? 1u : sizeof shapes / sizeof *shapes); i++)
+        for (int bf16 = 0; bf16 < 2; bf16++) {
+            mok_config c = shape_of(shapes[i][0], shapes[i][1], shapes[i][2], shapes[i][3], shapes[i][4]);
+            c.dtype = MOK_MXFP8;
+            c.mx_wgrad_bf16 = bf16;
+            compare_with_cpu(bf16 ? "mxfp8, wgrad in bf16" : "mxfp8", &c, 200, LAYER_DISTINCT);
+        }
 }
 
 TEST(Z7_unequal_tokens_some_ranks_without_any)

@@ -217,7 +217,7 @@ static mk_gemm_params gemm_params(const cuda_call *c, mk_gemm_id id, const mok_f
 {
     const mk_cuda_gemm *g = &c->s->gemm[id];
     return (mk_gemm_params){.a = g->a, .b_low = g->b_low, .b_high = g->b_high, .rank = c->s->rank, .schedule = (void *)(uintptr_t)a->schedule,
-                            .context = a->context, .num_tokens = a->num_tokens, .shared = id >= MK_GEMM_SHARED_GATE_UP, .num_cols = g->num_cols,
+                            .context = a->context, .num_tokens = a->num_tokens, .recompute = c->operation == MK_OP_RECOMPUTE, .shared = id >= MK_GEMM_SHARED_GATE_UP, .num_cols = g->num_cols,
                             .num_k_blocks = g->num_k_blocks, .b_high_row = g->b_high_row};
 }
 

@@ -134,6 +134,7 @@ typedef struct mk_gemm_params {
     void *context;             /* saved gate/up go there; NULL: nowhere */
     int64_t num_tokens;        /* shared expert: its rows */
     int32_t shared;            /* the shared expert's rows instead of the table's */
+    int32_t recompute;         /* h is nobody's */
     int32_t step;              /* minibatch of the forward's walk */
     int32_t ticket;            /* 0 or 1, alternating: draws tickets[ticket], clears the other for the launch after it */
     int32_t num_cols, num_k_blocks, b_high_row;

@@ -163,7 +163,7 @@ template <bool Mx> struct ForwardEpilogue {
             if (shared)
                 shared_gate_up_epilogue_mx(r, p.context)(task, acc, out);
             else
-                gate_up_epilogue_mx(r, p.context)(task, acc, out);
+                gate_up_epilogue_mx(r, p.context, p.recompute)(task, acc, out);
         } else
             gate_up_epilogue(r, p.context, shared, p.num_tokens)(task, acc, out);
         signal(shared ? MK_COUNTER_shared_s2_tasks_done : MK_COUNTER_s2_tasks_done, task.tag);

@@ -19,14 +19,14 @@ MK_DEVICE SwigluRows<RingRows, SavedRows> gate_up_epilogue(const mk_rank_params 
     return {{in_local<bf16>(r, shared ? m.shared_h : m.ring_h), cols}, {gate, cols, saved_rows}, {up, cols, saved_rows}, r.swiglu_limit};
 }
 
-/* The same in MXFP8. Routed rows: h as s4_down multiplies it, gate and up quantised. */
-MK_DEVICE MxSwigluRows<MxRoundedRows, MxSavedRows> gate_up_epilogue_mx(const mk_rank_params &r, void *context_memory)
+/* The same in MXFP8. Routed rows: h as s4_down multiplies it, gate and up quantised. A recompute's h is nobody's, and not counted. */
+MK_DEVICE MxSwigluRows<MxRoundedRows, MxSavedRows> gate_up_epilogue_mx(const mk_rank_params &r, void *context_memory, bool recompute)
 {
     const mk_memory &m = r.memory;
     const int64_t cols = r.dims.intermediate, saved_rows = r.dims.saved_tiles * MK_ROW_TILE;
     uint8_t *context = r.dims.saved_tiles ? static_cast<uint8_t *>(context_memory) : nullptr;
     uint8_t *gate = context ? context + m.saved_gate : nullptr, *up = context ? context + m.saved_up : nullptr;
-    return {{in_local<bf16>(r, m.ring_h), cols, mx_not_finite(r)}, {gate, cols, saved_rows}, {up, cols, saved_rows}, r.swiglu_limit};
+    return {{in_local<bf16>(r, m.ring_h), cols, recompute ? nullptr : mx_not_finite(r)}, {gate, cols, saved_rows}, {up, cols, saved_rows}, r.swiglu_limit};
 }
 
 /* The shared expert's rows in a kernel of MXFP8. */
@@ -49,7 +49,7 @@ template <class Tile> MK_DEVICE void s2_gate_up(const mk_gemm_params &p)
 template <class Tile> MK_DEVICE void s2_gate_up_mx(const mk_gemm_params &p)
 {
     StageProgram<Tile> program(p, Tile::cols / 2);
-    const MxSwigluRows<MxRoundedRows, MxSavedRows> epilogue = gate_up_epilogue_mx(p.rank, p.context);
+    const MxSwigluRows<MxRoundedRows, MxSavedRows> epilogue = gate_up_epilogue_mx(p.rank, p.context, p.recompute);
     gemm_cta<Tile>(program, epilogue);
 }
 
