@@ -561,6 +561,7 @@ void tmem_wait_store()
 {
     step();
     warp_rendezvous("tmem_wait_store", [](Warp &) {});
+    own_accesses().waited = own_accesses().stores.size();
 }
 
 /* Reads and waited-for writes become part of what the thread's next release publishes. */
@@ -570,6 +571,8 @@ void tcgen05_fence_before_sync()
     TensorAccesses &own = own_accesses();
     if (!own.loads.empty())
         fail("tcgen05_fence_before_sync with loads under way: tmem_wait_load comes first");
+    if (own.waited < own.stores.size())
+        fail("tcgen05_fence_before_sync with stores under way: tmem_wait_store comes first");
     for (TensorCell *cell : own.unfenced) {
         cell->unfenced--;
         note_read(cell->reads, self->now(), 0xffff);
@@ -578,6 +581,7 @@ void tcgen05_fence_before_sync()
     for (TensorCell *cell : own.stores)
         cell->write = self->now();
     own.stores.clear();
+    own.waited = 0;
     for (auto &word : own.allocations)
         std::fill_n(word.first->write_epoch.begin() + word.second, 4, self->now());
     own.allocations.clear();

@@ -50,7 +50,8 @@ struct TensorAccesses {
     struct Load { float *to; Cta *cta; uint32_t lane, column, columns; };
     std::vector<Load> loads;                           /* under way */
     std::vector<TensorCell *> unfenced;                /* read, not followed by a fence */
-    std::vector<TensorCell *> stores;                  /* written, not waited for */
+    std::vector<TensorCell *> stores;                  /* written, not followed by a fence; the first `waited` of them have been waited for */
+    size_t waited = 0;
     std::vector<std::pair<Cta *, uint32_t>> allocations; /* where in shared memory addresses were written, not followed by a fence */
     Clock clock;                                       /* what the thread knew at its last fence_after_sync */
 };

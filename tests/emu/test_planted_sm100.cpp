@@ -458,7 +458,7 @@ TEST(scales_copied_to_some_lanes)
 
 /* Scales put into tensor memory by warps, each into its own 32 lanes: cell (lane, column) of the 64 columns behind D. All of B's and A's cells are in the
  * first 8 columns; a warp that writes what only its own rows need leaves the others without. */
-static void scales_by_warps(const ScaledKernel &k, uint32_t warps, bool own_lanes, bool fences)
+static void scales_by_warps(const ScaledKernel &k, uint32_t warps, bool own_lanes, bool waits = true, bool fences = true)
 {
     k.begin();
     k.load_operands();
@@ -475,10 +475,10 @@ static void scales_by_warps(const ScaledKernel &k, uint32_t warps, bool own_lane
             }
             tmem_store_16x64(load(k.address()) + ScaledKernel::COLUMNS + mk_tmem_address(32 * warp_idx() + 16 * block, 0), v);
         }
-    if (fences) {
+    if (waits)
         tmem_wait_store();
+    if (fences)
         tcgen05_fence_before_sync();
-    }
     k.cluster_barrier();
     tcgen05_fence_after_sync();
     if (k.issues())
@@ -488,22 +488,26 @@ static void scales_by_warps(const ScaledKernel &k, uint32_t warps, bool own_lane
 TEST(scales_by_warps_right)
 {
     int wrong;
-    const emu::Result result = run_scaled(test_seed(), [](const ScaledKernel &k) { scales_by_warps(k, 4, true, true); }, &wrong);
+    const emu::Result result = run_scaled(test_seed(), [](const ScaledKernel &k) { scales_by_warps(k, 4, true); }, &wrong);
     if (!result.ok)
         TEST_FAILED("%s", result.message.c_str());
     CHECK_EQ(wrong, 0);
 }
 TEST(scales_by_warps_not_waited_for)
 {
-    expect_scaled_report("is not ordered after the write", [](const ScaledKernel &k) { scales_by_warps(k, 4, true, false); });
+    expect_scaled_report("stores under way: tmem_wait_store comes first", [](const ScaledKernel &k) { scales_by_warps(k, 4, true, false); });
+}
+TEST(scales_by_warps_without_the_fence_before)
+{
+    expect_scaled_report("is not ordered after the write", [](const ScaledKernel &k) { scales_by_warps(k, 4, true, true, false); });
 }
 TEST(scales_in_the_lanes_of_one_warp_only)
 {
-    expect_scaled_report("were never written", [](const ScaledKernel &k) { scales_by_warps(k, 1, true, true); });
+    expect_scaled_report("were never written", [](const ScaledKernel &k) { scales_by_warps(k, 1, true); });
 }
 TEST(scales_in_the_wrong_lanes_of_a_warp)
 {
-    expect_wrong_sums([](const ScaledKernel &k) { scales_by_warps(k, 4, false, true); });
+    expect_wrong_sums([](const ScaledKernel &k) { scales_by_warps(k, 4, false); });
 }
 
 /* ---- who may ---- */
