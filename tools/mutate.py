@@ -39,6 +39,7 @@ RUN_BY = {
     "stage/s4_down_bwd": "backward",
     "stage/s5_": "forward",
     "stage/s5_combine_bwd": "backward",
+    "stage/stage": "dispatch schedule forward",
     "stage/wgrad": "backward backward_sm100",
     "stage/yield": "forward_sm100 backward_sm100",
 }

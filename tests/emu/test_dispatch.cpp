@@ -56,6 +56,7 @@ static void run_dispatch(int64_t hidden)
         REQUIRE(layer.head(r).num_tiles <= r.dims.mb_tiles_fwd);
         CHECK(layer.head(r).rows_copied_fwd > 0 && layer.head(r).rows_pulled_peer_fwd > 0);
         CHECK_EQ(wrong_rows(layer, r), 0);
+        CHECK_EQ(layer.state(r).rows_pulled + layer.state(r).rows_copied, layer.head(r).num_rows); /* each row by one warp */
     }
 }
 
