@@ -120,6 +120,15 @@ TEST(table_for_people_over_two_ranks)
     CHECK(text.find(" pulls 0 B") == std::string::npos); /* half of the tokens live on the other rank */
 }
 
+TEST(mxfp8_has_a_stage_that_widens_weights)
+{
+    int status;
+    const std::string text = bench({SHAPE, "--dtype", "mxfp8"}, &status);
+    CHECK_EQ(status, 0);
+    for (const char *part : {"mx_weights", "begin", "fused", "s1_dispatch", "s2_gate_up", "s4_down", "wgrad"})
+        CHECK_STR(text.c_str(), part);
+}
+
 #define LINK "--backend", "cuda", "--only", "link", "--repeat", "1"
 
 static const json_value *link_case(const json_value *v, const char *routing, double row_bytes)
