@@ -39,6 +39,9 @@ MK_FN int64_t mk_round_up(int64_t a, int64_t b) { return mk_ceil_div(a, b) * b; 
 MK_FN int64_t mk_min(int64_t a, int64_t b) { return a < b ? a : b; }
 MK_FN int64_t mk_max(int64_t a, int64_t b) { return a > b ? a : b; }
 
+/* Are tokens read where the caller has them? No peer pulls them (one rank), or peers pull them in another form (MXFP8). Else from the heap. */
+MK_FN int mk_reads_in_place(const mk_dims *d) { return d->mx || d->num_ranks == 1; }
+
 /* First expert of a rank; rank == P gives E. Balanced, contiguous, not necessarily even. E and P are below 2^31. */
 MK_FN int64_t mk_expert_first(int64_t num_experts, int64_t num_ranks, int64_t rank) { return rank * num_experts / num_ranks; }
 

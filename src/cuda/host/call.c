@@ -101,6 +101,10 @@ static mok_status publish_mx(const cuda_call *c, const void *tokens, int64_t pla
 
 static mok_status open_call(cuda_call *c, call_inputs in)
 {
+    if (alone(c)) {
+        c->s->rank.own_x = in.x;
+        c->s->rank.own_dout = in.dout;
+    }
     int64_t tokens = c->open.num_tokens;
     MK_TRY(follow_last_call(c));
     if (c->s->times && !c->capturing)
@@ -112,8 +116,8 @@ static mok_status open_call(cuda_call *c, call_inputs in)
         MK_TRY(mx && in.x ? publish_mx(c, in.x, c->w->memory.x) : MOK_OK); /* before the ranks meet */
         MK_TRY(mx && in.dout ? publish_mx(c, in.dout, c->w->memory.dout) : MOK_OK);
         begin.expert_ids = in.expert_ids;
-        begin.x = mx ? NULL : in.x;
-        begin.dout = mx ? NULL : in.dout;
+        begin.x = mk_reads_in_place(&c->w->dims) ? NULL : in.x;
+        begin.dout = mk_reads_in_place(&c->w->dims) ? NULL : in.dout;
         begin.router_weights = in.router_weights;
         bytes = tokens * (begin.x ? c->w->dims.hidden * (in.dout ? 4 : 2) : c->w->dims.topk * 4);
     }
@@ -157,6 +161,7 @@ static mok_status end(cuda_call *c)
 static cuda_call make_call(mok_workspace *w, mk_operation operation, uint64_t layer, int64_t num_tokens, void *stream)
 {
     mk_cuda_state *s = w->state;
+    s->rank.own_x = s->rank.own_dout = NULL;
     cuda_call c = {.w = w, .s = s, .api = s->api, .operation = operation, .stream = stream};
     s->rank.trace = w->trace;
     c.open.rank = s->rank;
@@ -413,7 +418,7 @@ static mok_status run_backward(cuda_call *c, const mok_backward_args *a)
         return MOK_OK;
     mk_combine_bwd_params combine = combine_bwd_params(c, a);
     MK_TRY(barrier(c, launch_backward_stages(c, a, &combine)));
-    if (c->w->dims.mx && combine.gate_blocks) { /* reads the caller's x, which may be where dx goes */
+    if (mk_reads_in_place(&c->w->dims) && combine.gate_blocks) { /* reads the caller's x, which may be where dx goes */
         MK_TRY(launch(c, MK_CUDA_mok_s5_combine_bwd, combine.gate_blocks, &combine, 0));
         combine.gate_blocks = 0;
     }

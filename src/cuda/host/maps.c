@@ -79,7 +79,7 @@ static void describe_weights(const mok_workspace *w, mk_gemm_id id, const mok_we
         low->stride_bytes[0] = high->stride_bytes[0] = 2 * hidden * 2;
 }
 
-/* The rows that come in: ring_x or ring_h; for the shared expert this rank's tokens, as published (MXFP8: as the caller has them), or shared_h. */
+/* The rows that come in: ring_x or ring_h; for the shared expert this rank's tokens, as published or where the caller has them, or shared_h. */
 static mk_tensor describe_rows(const mok_workspace *w, mk_gemm_id id, const void *x, int64_t num_tokens)
 {
     const mk_memory *m = &w->memory;
@@ -89,7 +89,7 @@ static mk_tensor describe_rows(const mok_workspace *w, mk_gemm_id id, const void
     switch (id) {
     case MK_GEMM_GATE_UP: address = w->local + m->ring_x; break;
     case MK_GEMM_DOWN: address = w->local + m->ring_h; break;
-    case MK_GEMM_SHARED_GATE_UP: address = w->dims.mx ? x : w->heap + m->x; break;
+    case MK_GEMM_SHARED_GATE_UP: address = mk_reads_in_place(&w->dims) ? x : w->heap + m->x; break;
     default: address = w->local + m->shared_h; break;
     }
     return mk_tensor_operand(address, cols, (uint64_t)(is_shared(id) ? num_tokens : MK_RING_ROWS(&w->dims)), 0,
@@ -143,7 +143,7 @@ static mk_tensor describe_backward_rows(const mok_workspace *w, mk_backward_map 
     const int64_t hidden = w->dims.hidden, width = shared ? w->dims.shared_intermediate : w->dims.intermediate;
     /* Without tokens too: the shared expert's weight gradients are zeros then, made by the same tasks out of any memory. */
     const int64_t rows = shared ? mk_max(a->num_tokens, 1) : MK_RING_ROWS(&w->dims);
-    const bool callers = w->dims.mx && a->num_tokens;
+    const bool callers = mk_reads_in_place(&w->dims) && a->num_tokens;
     const char *address;
     switch (which) {
     case MK_MAP_X: address = !shared ? w->local + m->ring_x : callers ? a->x : w->heap + m->x; break;

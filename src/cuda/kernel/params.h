@@ -72,7 +72,7 @@ typedef struct mk_host_fault {
     mk_late late;
 } mk_host_fault;
 
-/* One rank's layer, constant for the life of a workspace. */
+/* One rank's layer: constant for the life of a workspace, but for the last lines. */
 typedef struct mk_rank_params {
     mk_dims dims;
     mk_memory memory;
@@ -86,6 +86,7 @@ typedef struct mk_rank_params {
     int32_t shared_gate;
     int32_t shares_gpu;        /* with other ranks of this process: barriers are the host's */
     mk_trace trace;            /* memory NULL: off */
+    const void *own_x, *own_dout; /* of this call, [T, H] bf16: a rank alone dispatches from there; else NULL */
 } mk_rank_params;
 
 typedef struct mk_open_params {

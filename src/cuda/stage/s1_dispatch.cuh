@@ -42,8 +42,8 @@ struct DispatchRow {
     int64_t token;            /* there */
 };
 
-/* What is moved: from where in a heap to where in the ring. */
-struct DispatchPayload { int64_t heap_offset, ring_offset; };
+/* What is moved: from where in a heap, or from the caller's rows, to where in the ring. */
+struct DispatchPayload { int64_t heap_offset, ring_offset; const void *own; };
 
 /* One warp. What it takes to move rows, whoever asks for them. */
 template <bool Mx, bool Backward = false> struct Dispatch {
@@ -73,7 +73,9 @@ template <bool Mx, bool Backward = false> struct Dispatch {
     }
     MK_MEMBER const uint8_t *source(const DispatchPayload &what, const DispatchRow &d) const
     {
-        return d.waits ? ring_at(what, d.from) : d.heap + what.heap_offset + d.token * heap_row();
+        if (d.waits)
+            return ring_at(what, d.from);
+        return (!Mx && what.own ? static_cast<const uint8_t *>(what.own) : d.heap + what.heap_offset) + d.token * heap_row();
     }
     /* Bytes from one row of a heap to the next; those of them that count; and those to move of a row. */
     MK_MEMBER int64_t heap_row() const { return Mx ? mk_mx_row_stride(r.dims.hidden) : r.dims.hidden * 2; }
@@ -330,9 +332,9 @@ template <bool Mx, bool Backward = false> struct Dispatch {
         if (backward && d.moves)
             store_weights(d, tile);
         if (backward)
-            move_payload<Slots>({r.memory.dout, r.memory.ring_dout}, d);
+            move_payload<Slots>({r.memory.dout, r.memory.ring_dout, r.own_dout}, d);
         if (need_x)
-            move_payload<Slots>({r.memory.x, r.memory.ring_x}, d);
+            move_payload<Slots>({r.memory.x, r.memory.ring_x, r.own_x}, d);
         announce(d, tile);
         trace_ends();
         if (!d.moves)

@@ -68,8 +68,8 @@ MK_DEVICE void gate_grad_columns(const mk_combine_bwd_params &p, int64_t first_c
     const mk_rank_params &r = p.rank;
     const mk_grad_out &g = p.gate_grad;
     const int64_t hidden = r.dims.hidden, col = first_col + lane_idx();
-    /* As published: the caller's may be where dx goes. In MXFP8 the caller's, read by a launch of its own, before. */
-    const bf16 *x = (r.dims.mx ? static_cast<const bf16 *>(p.x) : in_heap<bf16>(r, r.memory.x)) + col;
+    /* As published: the caller's may be where dx goes. Where tokens are read in place, the caller's, by a launch of its own, before. */
+    const bf16 *x = (mk_reads_in_place(&r.dims) ? static_cast<const bf16 *>(p.x) : in_heap<bf16>(r, r.memory.x)) + col;
     float sum = 0.0f;
     for (int64_t first = 0; first < p.num_tokens; first += 32) {
         const int64_t mine = first + lane_idx();
