@@ -330,7 +330,7 @@ TEST(flag_set_with_a_relaxed_store)
 }
 TEST(flag_raised_when_the_store_has_only_read_its_source)
 {
-    expect_report("bulk store that its thread has not waited for", threads(64), [](Memory &m) {
+    expect_report("by a store that its thread has not waited for", threads(64), [](Memory &m) {
         if (thread_idx() == 0) {
             store_shared_b128(smem_addr(shared()), {1, 2, 3, 4});
             fence_proxy_async_shared_cta();
