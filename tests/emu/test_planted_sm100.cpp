@@ -177,7 +177,7 @@ TEST(stage_of_the_other_cta_refilled_before_the_mmas_are_done)
 }
 TEST(mmas_before_the_operands_have_landed)
 {
-    expect_report("where a copy is still under way", [](const PairKernel &k) {
+    expect_report("reads shared offset", [](const PairKernel &k) {
         k.begin();
         if (k.issues())
             mbar_arrive_expect_tx_release_cta(k.full(0), 1 << 16);
@@ -360,7 +360,8 @@ TEST(scales_in_shared_memory_replaced_before_their_copy_is_done)
 }
 TEST(scales_copied_before_they_have_landed)
 {
-    expect_scaled_report("where a copy is still under way", [](const ScaledKernel &k) {
+    /* while the copy is under way, or after it without having waited: as the order has it */
+    expect_scaled_report("reads shared offset", [](const ScaledKernel &k) {
         k.begin();
         k.load_operands();
         if (k.issues()) {
