@@ -101,17 +101,14 @@ static mok_status publish_mx(const cuda_call *c, const void *tokens, int64_t pla
 
 static mok_status open_call(cuda_call *c, call_inputs in)
 {
-    if (alone(c)) {
-        c->s->rank.own_x = in.x;
-        c->s->rank.own_dout = in.dout;
-    }
-    int64_t tokens = c->open.num_tokens;
+    int64_t tokens = c->open.num_tokens, bytes = 0;
+    bool mx = c->w->dims.mx;
     MK_TRY(follow_last_call(c));
     if (c->s->times && !c->capturing)
         MK_TRY(mk_cuda_times_call(c->s, c->operation, c->stream));
-    bool mx = c->w->dims.mx;
+    c->s->rank.own_x = alone(c) ? in.x : NULL;
+    c->s->rank.own_dout = alone(c) ? in.dout : NULL;
     mk_begin_params begin = {.open = c->open, .then = c->s->meets_on_host ? MK_BEGIN_OPENS : alone(c) ? MK_BEGIN_CHECKS : MK_BEGIN_MEETS};
-    int64_t bytes = 0;
     if (!c->refused && tokens) {
         MK_TRY(mx && in.x ? publish_mx(c, in.x, c->w->memory.x) : MOK_OK); /* before the ranks meet */
         MK_TRY(mx && in.dout ? publish_mx(c, in.dout, c->w->memory.dout) : MOK_OK);
@@ -161,7 +158,6 @@ static mok_status end(cuda_call *c)
 static cuda_call make_call(mok_workspace *w, mk_operation operation, uint64_t layer, int64_t num_tokens, void *stream)
 {
     mk_cuda_state *s = w->state;
-    s->rank.own_x = s->rank.own_dout = NULL;
     cuda_call c = {.w = w, .s = s, .api = s->api, .operation = operation, .stream = stream};
     s->rank.trace = w->trace;
     c.open.rank = s->rank;
@@ -222,8 +218,8 @@ static mk_gemm_params gemm_params(const cuda_call *c, mk_gemm_id id, const mok_f
 {
     const mk_cuda_gemm *g = &c->s->gemm[id];
     return (mk_gemm_params){.a = g->a, .b_low = g->b_low, .b_high = g->b_high, .rank = c->s->rank, .schedule = (void *)(uintptr_t)a->schedule,
-                            .context = a->context, .num_tokens = a->num_tokens, .recompute = c->operation == MK_OP_RECOMPUTE, .shared = id >= MK_GEMM_SHARED_GATE_UP, .num_cols = g->num_cols,
-                            .num_k_blocks = g->num_k_blocks, .b_high_row = g->b_high_row};
+                            .context = a->context, .num_tokens = a->num_tokens, .recompute = c->operation == MK_OP_RECOMPUTE,
+                            .shared = id >= MK_GEMM_SHARED_GATE_UP, .num_cols = g->num_cols, .num_k_blocks = g->num_k_blocks, .b_high_row = g->b_high_row};
 }
 
 /* Row tiles: of a minibatch, or of the shared expert. */
