@@ -68,7 +68,7 @@ WRONG = [
     ("gemm/epilogue.cuh", "half = out.staging + ", "turn % 2", ["0"]),
     ("gemm/epilogue.cuh", "to[i] = ", "r < (uint32_t)task.num_rows", ["r <= (uint32_t)task.num_rows", "true"]),
     ("gemm/epilogue.cuh", "if (", "col >= rows.cols", ["col > rows.cols", "false"]),
-    ("gemm/epilogue.cuh", "if (", "col >= h.cols", ["col > h.cols", "false"]),
+    ("gemm/epilogue.cuh", "if (", "col >= cols", ["col > cols", "false"]),
     ("gemm/load.cuh", "s.empty[at.slot]), ", "at.parity ^ 1", ["at.parity"]),
     ("gemm/load.cuh", "s.task_empty[at.slot]), ", "at.parity ^ 1", ["at.parity"]),
     ("gemm/load.cuh", "x, task.row + ", "(int32_t)first", ["0"]),

@@ -12,6 +12,7 @@
 #define MK_KERNEL(threads) static void
 #define MK_KERNEL_PARAM const
 #define MK_UNROLL
+#define MK_UNROLL_4
 #define MK_ROLLED
 #define MK_ENTRY [[maybe_unused]] /* a test need not launch all of them */
 
@@ -133,6 +134,26 @@ MK_DEVICE float reciprocal_approx(float x) { return 1.0f / x; }
 MK_DEVICE float min_nan(float a, float b) { return a != a || b != b ? NAN : fminf(a, b); }
 MK_DEVICE float max_nan(float a, float b) { return a != a || b != b ? NAN : fmaxf(a, b); }
 MK_DEVICE uint32_t population_count(uint32_t x) { return (uint32_t)__builtin_popcount(x); }
+MK_DEVICE uint32_t permute_bytes(uint32_t bytes, uint32_t selector)
+{
+    uint32_t r = 0;
+    for (uint32_t i = 0; i < 4; i++) {
+        const uint32_t nibble = selector >> 4 * i & 15, from = nibble & 7, byte = from < 4 ? bytes >> 8 * from & 0xff : 0;
+        r |= (nibble < 8 ? byte : byte & 0x80 ? 0xffu : 0u) << 8 * i;
+    }
+    return r;
+}
+MK_DEVICE uint32_t max_u16x2(uint32_t a, uint32_t b)
+{
+    const uint32_t low = (a & 0xffff) > (b & 0xffff) ? a & 0xffff : b & 0xffff, high = a >> 16 > b >> 16 ? a >> 16 : b >> 16;
+    return high << 16 | low;
+}
+MK_DEVICE uint32_t multiply_bf16x2(uint32_t a, uint32_t b)
+{
+    const float low = emu::bf16_to_float((uint16_t)a) * emu::bf16_to_float((uint16_t)b), high = emu::bf16_to_float((uint16_t)(a >> 16)) * emu::bf16_to_float((uint16_t)(b >> 16));
+    return emu::float_to_bf16(low) | (uint32_t)emu::float_to_bf16(high) << 16;
+}
+MK_DEVICE uint32_t pack_e4m3(float low, float high) { return emu::float_to_e4m3(low) | (uint32_t)emu::float_to_e4m3(high) << 8; }
 MK_DEVICE float bits_to_float(uint32_t bits) { float f; memcpy(&f, &bits, sizeof f); return f; }
 
 void wgmma_fence();

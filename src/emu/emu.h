@@ -105,6 +105,7 @@ int tensor_map_encode_tiled(void *map, int type, uint32_t rank, void *address, c
 uint32_t swizzle_address(uint32_t address, int tensor_swizzle);
 uint32_t matrix_element_address(uint64_t descriptor, bool mn_major, uint32_t mn, uint32_t k);
 uint16_t float_to_bf16(float x);
+uint8_t float_to_e4m3(float x);
 float bf16_to_float(uint16_t x);
 
 } /* namespace emu */

@@ -71,6 +71,22 @@ uint16_t float_to_bf16(float x)
     return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
+/* Saturating: what is beyond 448 becomes 448. */
+uint8_t float_to_e4m3(float x)
+{
+    const uint8_t sign = signbit(x) ? 0x80 : 0;
+    const float size = fminf(fabsf(x), 448.0f);
+    if (isnan(x))
+        return 0x7f;
+    if (size == 0.0f)
+        return sign;
+    int exponent;
+    frexpf(size, &exponent); /* size = [0.5, 1) * 2^exponent */
+    const int unit = exponent - 4 > -9 ? exponent - 4 : -9;              /* steps of 2^unit: 3 bits behind the first, or a subnormal's */
+    const int steps = (int)nearbyintf(ldexpf(size, -unit));              /* ties to even, as the processor is set */
+    return (uint8_t)(sign | (steps + (unit + 9) * 8)); /* 8 steps more: a normal's first bit counts its exponent, so 16 carry into it */
+}
+
 float bf16_to_float(uint16_t x)
 {
     const uint32_t bits = (uint32_t)x << 16;

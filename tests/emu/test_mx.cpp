@@ -107,4 +107,69 @@ TEST(matrices_have_the_cpus_bits_both_ways_and_come_back)
     }
 }
 
+/* Row s has scale s. Every element in order, then again with NaN replaced, so that its neighbours are seen alone too. */
+TEST(every_element_of_every_scale_widens_to_the_cpus_bits)
+{
+    enum { SCALES = 256, COLS = 512 };
+    emu::Machine machine(test_seed());
+    emu::Buffer<uint8_t> data(machine, "data", SCALES * COLS), scales(machine, "scales", (size_t)mk_mx_scale_bytes(SCALES, COLS));
+    emu::Buffer<uint16_t> wide(machine, "wide", SCALES * COLS);
+    for (int64_t i = 0; i < SCALES * COLS; i++) {
+        const int64_t row = i / COLS, col = i % COLS;
+        data.host()[i] = (uint8_t)(col >= 256 && (col & 0x7f) == 0x7f ? col - 1 : col);
+        scales.host()[mk_mx_scale_index(row, col / 32, COLS)] = (uint8_t)row;
+    }
+    run(machine, mok_mx_widen_matrix, mk_mx_matrix_params{wide.device(), data.device(), scales.device(), 1, SCALES, COLS, nullptr}, 3);
+    int64_t differ = 0, inexact = 0;
+    for (int64_t i = 0; i < SCALES * COLS; i++) {
+        const int element = data[(size_t)i], scale = (int)(i / COLS), size = element & 0x7f;
+        differ += wide[(size_t)i] != mk_mx_widen((uint8_t)element, (uint8_t)scale);
+        if (scale < MK_MX_SCALE_MIN || scale > MK_MX_SCALE_MAX || size == MK_MX_NAN)
+            continue;
+        const double value = ldexp(size < 8 ? size / 8.0 : 1 + size % 8 / 8.0, (size < 8 ? 1 : size / 8) - 7 + scale - 127);
+        inexact += (double)emu::bf16_to_float(wide[(size_t)i]) != (element & 0x80 ? -value : value);
+    }
+    CHECK_EQ(differ, 0);
+    CHECK_EQ(inexact, 0);
+}
+
+/* Blocks down the rows and along them, as the stages round their operands: NaN, zeros, every scale, tails. */
+TEST(eight_numbers_round_to_the_cpus_bits_either_way)
+{
+    uint64_t state = test_seed();
+    for (int round = 0; round < 12; round++) {
+        enum { COLS = 256 };
+        const int32_t rows = 1 + (int32_t)test_below(&state, 32);
+        emu::Machine machine(test_random(&state));
+        emu::Buffer<uint16_t> x(machine, "x", 32 * COLS), down(machine, "down", 32 * COLS), along(machine, "along", 32 * COLS);
+        draw(x.host(), 32 * COLS, &state);
+        for (int64_t i = 0; i < 32 * COLS && round % 2; i++) /* one size for a whole column */
+            x.host()[i] = (uint16_t)((x.host()[i] & 0x807f) | (uint64_t)(i % COLS) << 7);
+        emu::Launch launch;
+        launch.blocks = 1;
+        launch.threads = 32;
+        uint16_t *from = x.device(), *to_down = down.device(), *to_along = along.device();
+        machine.add_device(1).launch(launch, [=] {
+            mx_round_columns8(from + lane_idx() * 8, COLS, rows, to_down + lane_idx() * 8, COLS);
+            for (int32_t r = 0; r < rows; r++)
+                store(reinterpret_cast<Vec4 *>(to_along + r * COLS) + lane_idx(), mx_round8(load(reinterpret_cast<const Vec4 *>(from + r * COLS) + lane_idx())));
+        });
+        const emu::Result result = machine.run();
+        if (!result.ok)
+            TEST_FAILED("%s", result.message.c_str());
+        for (int32_t r = 0; r < rows; r++) {
+            uint16_t want[COLS];
+            mk_cpu_mx_round(x.device() + r * COLS, COLS, want);
+            CHECK_BYTES(along.device() + r * COLS, want, sizeof want);
+        }
+        for (int64_t c = 0; c < COLS; c++) {
+            uint16_t column[32] = {}, want[32], got[32];
+            for (int32_t r = 0; r < rows; r++)
+                column[r] = x.device()[r * COLS + c], got[r] = down.device()[r * COLS + c];
+            mk_cpu_mx_round(column, 32, want);
+            CHECK_BYTES(got, want, sizeof *want * (size_t)rows);
+        }
+    }
+}
+
 int main(int argc, char **argv) { return test_main(argc, argv); }

@@ -8,6 +8,7 @@
 #define MK_KERNEL(threads) __global__ void __launch_bounds__(threads, 1)
 #define MK_KERNEL_PARAM const __grid_constant__
 #define MK_UNROLL _Pragma("unroll")
+#define MK_UNROLL_4 _Pragma("unroll 4")
 #define MK_ROLLED _Pragma("unroll 1") /* a loop that costs the registers of one round */
 /* Kernels that the host finds by name. */
 #define MK_ENTRY extern "C"
@@ -203,6 +204,13 @@ MK_DEVICE float reciprocal_approx(float x) { float r; asm("rcp.approx.ftz.f32 %0
 MK_DEVICE float min_nan(float a, float b) { float r; asm("min.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b)); return r; }
 MK_DEVICE float max_nan(float a, float b) { float r; asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b)); return r; }
 MK_DEVICE uint32_t population_count(uint32_t x) { return (uint32_t)__popc(x); }
+/* Byte i of the result is byte (nibble i of the selector, without its highest bit) of `bytes`; with that bit: eight copies of the byte's sign. */
+MK_DEVICE uint32_t permute_bytes(uint32_t bytes, uint32_t selector) { uint32_t r; asm("prmt.b32 %0, %1, 0, %2;" : "=r"(r) : "r"(bytes), "r"(selector)); return r; }
+/* Two numbers of 16 bits in a word, each by itself. bf16: rounded to nearest, ties to even, subnormals as they are. */
+MK_DEVICE uint32_t max_u16x2(uint32_t a, uint32_t b) { uint32_t r; asm("max.u16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
+MK_DEVICE uint32_t multiply_bf16x2(uint32_t a, uint32_t b) { uint32_t r; asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
+/* Two e4m3 in 16 bits: rounded to nearest, ties to even; beyond 448, infinities too: 448; NaN: 0x7f. */
+MK_DEVICE uint32_t pack_e4m3(float low, float high) { uint16_t r; asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(high), "f"(low)); return r; }
 MK_DEVICE float bits_to_float(uint32_t bits) { return __uint_as_float(bits); }
 
 } /* namespace mk */

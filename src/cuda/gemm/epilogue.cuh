@@ -192,41 +192,52 @@ MK_DEVICE void swiglu_chunk(const uint32_t (&gate)[16], const uint32_t (&up)[16]
                          swiglu(bits_to_float(gate[i] & 0xffff0000u), bits_to_float(up[i] & 0xffff0000u), limit));
 }
 
-/* task.col counts columns of h; a tile makes Tile::cols / 2 of them. gate and up are kept too where their base is not null. */
+/* visit(row, col, gate, up, h): every chunk of h that this warp has of a tile, packed; task.col counts columns of h, `cols` in all, and a tile makes
+ * Tile::cols / 2 of them. `row`: the chunk's first in the tile. */
+template <class Tile, class Visit> MK_DEVICE void each_swiglu_chunk(const GemmTask &task, const Acc<Tile> &acc, uint32_t first_row, int64_t cols, float limit, const Visit &visit)
+{
+    constexpr uint32_t chunks = Tile::cols / 128;
+    MK_UNROLL for (uint32_t m = 0; m < Acc<Tile>::blocks; m++) {
+        const uint32_t row = first_row + m * Acc<Tile>::block_rows;
+        if (row >= (uint32_t)task.num_rows)
+            return;
+        MK_UNROLL for (uint32_t c = 0; c < chunks; c++) {
+            const int64_t col = task.col + 64 * (int64_t)c;
+            if (col >= cols)
+                break;
+            float v[32];
+            uint32_t gate[16], up[16], h[16];
+            acc.read(m, c, v);
+            pack_chunk(v, gate);
+            acc.read(m, c + chunks, v);
+            pack_chunk(v, up);
+            swiglu_chunk(gate, up, limit, h);
+            visit(row, col, gate, up, h);
+        }
+    }
+}
+
+typedef const uint32_t (&PackedChunk)[16];
+
+/* gate and up are kept too where their base is not null. */
 template <class Out, class Kept> struct SwigluRows {
     Out h;
     Kept gate, up;
     float limit;  /* infinity: no clamp */
     template <class Tile> MK_MEMBER void operator()(const GemmTask &task, const Acc<Tile> &acc, const WarpOut &out) const
     {
-        constexpr uint32_t chunks = Tile::cols / 128;
-        MK_UNROLL for (uint32_t m = 0; m < Acc<Tile>::blocks; m++) {
-            const uint32_t row = out.row + m * Acc<Tile>::block_rows;
-            if (row >= (uint32_t)task.num_rows)
-                return;
-            MK_UNROLL for (uint32_t c = 0; c < chunks; c++) {
-                const int64_t col = task.col + 64 * (int64_t)c;
-                if (col >= h.cols)
-                    break;
-                float v[32];
-                uint32_t packed_gate[16], packed_up[16], packed_h[16];
-                acc.read(m, c, v);
-                pack_chunk(v, packed_gate);
-                acc.read(m, c + chunks, v);
-                pack_chunk(v, packed_up);
-                swiglu_chunk(packed_gate, packed_up, limit, packed_h);
-                LaneRows to;
-                to.find(h, task, row);
-                store_chunk(out, 0, packed_h, to, col);
-                if (gate.base) {
-                    to.find(gate, task, row);
-                    store_chunk(out, 1, packed_gate, to, col);
-                    to.find(up, task, row);
-                    store_chunk(out, 0, packed_up, to, col);
-                }
-                sync_warp();
+        each_swiglu_chunk(task, acc, out.row, h.cols, limit, [&](uint32_t row, int64_t col, PackedChunk packed_gate, PackedChunk packed_up, PackedChunk packed_h) {
+            LaneRows to;
+            to.find(h, task, row);
+            store_chunk(out, 0, packed_h, to, col);
+            if (gate.base) {
+                to.find(gate, task, row);
+                store_chunk(out, 1, packed_gate, to, col);
+                to.find(up, task, row);
+                store_chunk(out, 0, packed_up, to, col);
             }
-        }
+            sync_warp();
+        });
     }
 };
 

@@ -10,37 +10,94 @@ namespace mk {
 
 struct alignas(8) MxElements8 { uint32_t low, high; }; /* eight e4m3 */
 
-/* ---- eight numbers in registers ---- */
+/* ---- eight numbers in registers ----
+ * Usually all are finite and a few instructions do two at once; what they do not hold for goes one by one through mx/mx.h, in rolled
+ * loops: they cost neither time nor registers where nobody comes. */
 MK_DEVICE uint16_t mx_number(const Vec4 &v, int i)
 {
     const uint32_t word = i / 2 == 0 ? v.x : i / 2 == 1 ? v.y : i / 2 == 2 ? v.z : v.w;
     return (uint16_t)(word >> 16 * (i & 1));
 }
 
+/* The last number leaves at the top, or all move up by one and `next` becomes the first. */
+MK_DEVICE Vec4 mx_push(const Vec4 &v, uint32_t next) { return {v.x << 16 | next, v.y << 16 | v.x >> 16, v.z << 16 | v.y >> 16, v.w << 16 | v.z >> 16}; }
+MK_DEVICE uint16_t mx_last(const Vec4 &v) { return (uint16_t)(v.w >> 16); }
+
+/* The largest |x|, NaN and infinities too: from 0x7f80 on there are some. */
+MK_DEVICE uint32_t mx_sizes(uint32_t pair) { return pair & 0x7fff7fff; }
+MK_DEVICE uint16_t mx_largest8(const Vec4 &v)
+{
+    const uint32_t two = max_u16x2(max_u16x2(mx_sizes(v.x), mx_sizes(v.y)), max_u16x2(mx_sizes(v.z), mx_sizes(v.w)));
+    return (uint16_t)max_u16x2(two, two >> 16);
+}
+MK_DEVICE bool mx_all_finite8(const Vec4 &v) { return mk_mx_is_finite(mx_largest8(v)); }
+
 MK_DEVICE uint16_t mx_amax8(const Vec4 &v)
 {
+    if (mx_all_finite8(v))
+        return mx_largest8(v);
     uint16_t amax = 0;
-    MK_UNROLL for (int i = 0; i < 8; i++)
-        amax = mk_mx_amax(amax, mx_number(v, i));
+    Vec4 left = v;
+    MK_ROLLED for (int i = 0; i < 8; i++, left = mx_push(left, 0))
+        amax = mk_mx_amax(amax, mx_last(left));
     return amax;
 }
 
-MK_DEVICE MxElements8 mx_encode8(const Vec4 &v, uint8_t scale)
+/* 1 / scale of mk_mx_scale, as mk_mx_encode multiplies with. */
+MK_DEVICE float mx_reciprocal(uint32_t scale) { return bits_to_float((254 - scale) << 23); }
+
+/* Two finite numbers, each with its 1 / scale: two e4m3. */
+MK_DEVICE uint32_t mx_encode2(uint32_t pair, float low, float high) { return pack_e4m3(bits_to_float(pair << 16) * low, bits_to_float(pair & 0xffff0000u) * high); }
+
+MK_DEVICE MxElements8 mx_encode8_finite(const Vec4 &v, uint8_t scale)
 {
-    uint32_t half[2] = {0, 0};
-    MK_UNROLL for (int i = 0; i < 8; i++)
-        half[i / 4] |= (uint32_t)mk_mx_encode(mx_number(v, i), scale) << 8 * (i & 3);
-    return {half[0], half[1]};
+    const float r = mx_reciprocal(scale);
+    return {mx_encode2(v.x, r, r) | mx_encode2(v.y, r, r) << 16, mx_encode2(v.z, r, r) | mx_encode2(v.w, r, r) << 16};
 }
 
+/* scale: of mk_mx_scale. */
+MK_DEVICE MxElements8 mx_encode8(const Vec4 &v, uint8_t scale)
+{
+    if (mx_all_finite8(v))
+        return mx_encode8_finite(v, scale);
+    MxElements8 e = {0, 0};
+    Vec4 left = v;
+    MK_ROLLED for (int i = 0; i < 8; i++, left = mx_push(left, 0))
+        e = {e.low << 8 | mk_mx_encode(mx_last(left), scale), e.high << 8 | e.low >> 24};
+    return e;
+}
+
+/* An e4m3's seven bits, four places up, are a bf16's: of the number times 2^-120, subnormals included. One exact product brings back 2^120 and
+ * the scale, as long as both together are a power of two that bf16 has: for scales up to 2^7, blocks up to 57,344. */
+enum { MX_SCALE_ONE_FACTOR = 127 + 7 };
+MK_DEVICE uint32_t mx_factor(uint32_t scale) { return (scale + 120) << 7; }
+MK_DEVICE bool mx_has_factor(uint32_t scale) { return scale - MK_MX_SCALE_MIN <= MX_SCALE_ONE_FACTOR - MK_MX_SCALE_MIN; }
+
+/* Two of four elements, numbers all, each times its factor. `which`: permute_bytes's selector of their bytes, each with its sign above it. */
+enum { MX_FIRST_TWO = 0x9180, MX_LAST_TWO = 0xb3a2 };
+MK_DEVICE uint32_t mx_widen2(uint32_t elements, uint32_t which, uint32_t factors)
+{
+    return multiply_bf16x2(permute_bytes(elements, which) << 4 & 0x87f087f0, factors);
+}
+
+MK_DEVICE Vec4 mx_widen8_numbers(const MxElements8 &e, uint8_t scale)
+{
+    const uint32_t factors = mx_factor(scale) * 0x10001;
+    return {mx_widen2(e.low, MX_FIRST_TWO, factors), mx_widen2(e.low, MX_LAST_TWO, factors), mx_widen2(e.high, MX_FIRST_TWO, factors),
+            mx_widen2(e.high, MX_LAST_TWO, factors)};
+}
+
+/* As mk_mx_widen: any element, any scale. */
 MK_DEVICE Vec4 mx_widen8(const MxElements8 &e, uint8_t scale)
 {
-    uint32_t word[4];
-    MK_UNROLL for (int i = 0; i < 4; i++) {
-        const uint32_t pair = (i < 2 ? e.low : e.high) >> 16 * (i & 1);
-        word[i] = mk_mx_widen((uint8_t)pair, scale) | (uint32_t)mk_mx_widen((uint8_t)(pair >> 8), scale) << 16;
-    }
-    return {word[0], word[1], word[2], word[3]};
+    const uint32_t is_nan = (((e.low & 0x7f7f7f7f) + 0x01010101) | ((e.high & 0x7f7f7f7f) + 0x01010101)) & 0x80808080; /* 0x7f carries */
+    if (!is_nan && mx_has_factor(scale))
+        return mx_widen8_numbers(e, scale);
+    Vec4 v = {0, 0, 0, 0};
+    MxElements8 left = e;
+    MK_ROLLED for (int i = 0; i < 8; i++, left = {left.low << 8, left.high << 8 | left.low >> 24})
+        v = mx_push(v, mk_mx_widen((uint8_t)(left.high >> 24), scale));
+    return v;
 }
 
 /* The scale of a block of 32: eight numbers of each of four neighbouring lanes. By all lanes of a warp. */
@@ -58,6 +115,8 @@ MK_DEVICE uint8_t mx_block_scale(const Vec4 &v)
 MK_DEVICE Vec4 mx_round8(const Vec4 &v)
 {
     const uint8_t scale = mx_block_scale(v);
+    if (mx_all_finite8(v) && mx_has_factor(scale))
+        return mx_widen8_numbers(mx_encode8_finite(v, scale), scale);
     return mx_widen8(mx_encode8(v, scale), scale);
 }
 
@@ -65,32 +124,52 @@ MK_DEVICE Vec4 mx_round8(const Vec4 &v)
 MK_DEVICE void mx_count_not_finite(uint64_t *counter, const Vec4 &v)
 {
     uint32_t count = 0;
-    MK_UNROLL for (int i = 0; i < 8; i++)
-        count += !mk_mx_is_finite(mx_number(v, i));
-    if (count != 0 && counter)
-        counter_add_relaxed_gpu(counter, (uint64_t)count);
+    if (mx_all_finite8(v) || !counter)
+        return;
+    Vec4 left = v;
+    MK_ROLLED for (int i = 0; i < 8; i++, left = mx_push(left, 0))
+        count += !mk_mx_is_finite(mx_last(left));
+    counter_add_relaxed_gpu(counter, (uint64_t)count);
+}
+
+/* One column of mx_round_columns8, whatever is in it. */
+MK_DEVICE void mx_round_column(const uint16_t *from, int64_t stride, int32_t rows, uint16_t *to, int64_t to_stride)
+{
+    uint16_t amax = 0;
+    MK_ROLLED for (int32_t r = 0; r < rows; r++)
+        amax = mk_mx_amax(amax, load(from + r * stride));
+    const uint8_t scale = mk_mx_scale(amax);
+    MK_ROLLED for (int32_t r = 0; r < rows; r++)
+        store(to + r * to_stride, mk_mx_widen(mk_mx_encode(load(from + r * stride), scale), scale));
 }
 
 /* Eight columns of up to 32 rows, quantised down the rows and widened again; rows from `rows` on count as zeros and are not written. In place
  * if to == from. Read twice: 32 rows of registers would be too many, and the second time they come from a cache. */
 MK_DEVICE void mx_round_columns8(const uint16_t *from, int64_t stride, int32_t rows, uint16_t *to, int64_t to_stride)
 {
-    uint16_t amax[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-    for (int32_t r = 0; r < rows; r++) {
+    Vec4 largest = {0, 0, 0, 0};
+    MK_UNROLL_4 for (int32_t r = 0; r < rows; r++) {
         const Vec4 v = load(reinterpret_cast<const Vec4 *>(from + r * stride));
-        MK_UNROLL for (int i = 0; i < 8; i++)
-            amax[i] = mk_mx_amax(amax[i], mx_number(v, i));
+        largest = {max_u16x2(largest.x, mx_sizes(v.x)), max_u16x2(largest.y, mx_sizes(v.y)), max_u16x2(largest.z, mx_sizes(v.z)), max_u16x2(largest.w, mx_sizes(v.w))};
     }
-    MK_UNROLL for (int i = 0; i < 8; i++)
-        amax[i] = mk_mx_scale(amax[i]);
-    for (int32_t r = 0; r < rows; r++) {
+    if (!mx_has_factor(mk_mx_scale(mx_largest8(largest))) || !mx_all_finite8(largest)) {
+        MK_ROLLED for (int i = 0; i < 8; i++)
+            mx_round_column(from + i, stride, rows, to + i, to_stride);
+        return;
+    }
+    float reciprocal[8];
+    uint32_t factors[4];
+    MK_UNROLL for (int i = 0; i < 8; i++) {
+        const uint32_t scale = mk_mx_scale(mx_number(largest, i));
+        reciprocal[i] = mx_reciprocal(scale);
+        factors[i / 2] = i % 2 ? factors[i / 2] | mx_factor(scale) << 16 : mx_factor(scale);
+    }
+    MK_UNROLL_4 for (int32_t r = 0; r < rows; r++) {
         const Vec4 v = load(reinterpret_cast<const Vec4 *>(from + r * stride));
+        const uint32_t pair[4] = {v.x, v.y, v.z, v.w};
         uint32_t word[4];
-        MK_UNROLL for (int i = 0; i < 8; i += 2) {
-            const uint32_t low = mk_mx_widen(mk_mx_encode(mx_number(v, i), (uint8_t)amax[i]), (uint8_t)amax[i]);
-            const uint32_t high = mk_mx_widen(mk_mx_encode(mx_number(v, i + 1), (uint8_t)amax[i + 1]), (uint8_t)amax[i + 1]);
-            word[i / 2] = low | high << 16;
-        }
+        MK_UNROLL for (int i = 0; i < 4; i++)
+            word[i] = mx_widen2(mx_encode2(pair[i], reciprocal[2 * i], reciprocal[2 * i + 1]), MX_FIRST_TWO, factors[i]);
         store(reinterpret_cast<Vec4 *>(to + r * to_stride), Vec4{word[0], word[1], word[2], word[3]});
     }
 }

@@ -78,37 +78,21 @@ template <class Out, class Kept> struct MxSwigluRows {
     float limit;  /* infinity: no clamp */
     template <class Tile> MK_MEMBER void operator()(const GemmTask &task, const Acc<Tile> &acc, const WarpOut &out) const
     {
-        constexpr uint32_t chunks = Tile::cols / 128;
         const uint32_t low = out.staging, high = out.staging + kChunkBytes;
-        MK_UNROLL for (uint32_t m = 0; m < Acc<Tile>::blocks; m++) {
-            const uint32_t row = out.row + m * Acc<Tile>::block_rows;
-            if (row >= (uint32_t)task.num_rows)
-                return;
-            MK_UNROLL for (uint32_t c = 0; c < chunks; c++) {
-                const int64_t col = task.col + 64 * (int64_t)c;
-                if (col >= h.cols)
-                    break;
-                float v[32];
-                uint32_t packed_gate[16], packed_up[16], packed_h[16];
-                acc.read(m, c, v);
-                pack_chunk(v, packed_gate);
-                acc.read(m, c + chunks, v);
-                pack_chunk(v, packed_up);
-                swiglu_chunk(packed_gate, packed_up, limit, packed_h);
-                if (gate.base) {
-                    put_chunk(low, packed_gate);
-                    put_chunk(high, packed_up);
-                    sync_warp();
-                    gate.flush(task, low, row, col);
-                    up.flush(task, high, row, col);
-                    sync_warp();
-                }
-                put_chunk(low, packed_h);
+        each_swiglu_chunk(task, acc, out.row, h.cols, limit, [&](uint32_t row, int64_t col, PackedChunk packed_gate, PackedChunk packed_up, PackedChunk packed_h) {
+            if (gate.base) {
+                put_chunk(low, packed_gate);
+                put_chunk(high, packed_up);
                 sync_warp();
-                h.flush(task, low, row, col);
+                gate.flush(task, low, row, col);
+                up.flush(task, high, row, col);
                 sync_warp();
             }
-        }
+            put_chunk(low, packed_h);
+            sync_warp();
+            h.flush(task, low, row, col);
+            sync_warp();
+        });
     }
 };
 

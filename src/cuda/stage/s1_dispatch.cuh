@@ -240,9 +240,27 @@ template <bool Mx, bool Backward = false> struct Dispatch {
         const uint32_t hidden = (uint32_t)r.dims.hidden;
         MK_ROLLED for (int32_t i = 0; i <= duplicates; i++) {
             uint8_t *to = ring_at(what, ahead(row, i));
-            MK_ROLLED for (uint32_t col = lane_idx() * 8; col < hidden; col += 256)
+            uint32_t col = lane_idx() * 8;
+            if constexpr (!Backward) /* which has no registers for it */
+                MK_ROLLED for (; col + 3 * kWarpCols < hidden; col += 4 * kWarpCols)
+                    widen_four(from, to, col);
+            MK_ROLLED for (; col < hidden; col += kWarpCols)
                 store(reinterpret_cast<Vec4 *>(to + col * 2), mx_widen8(load(reinterpret_cast<const MxElements8 *>(from + col)), load(from + hidden + col / MK_MX_BLOCK)));
         }
+    }
+
+    /* This lane's eight columns of four runs: one would wait for its loads. */
+    static constexpr uint32_t kWarpCols = 32 * 8;
+    MK_MEMBER void widen_four(const uint8_t *from, uint8_t *to, uint32_t col) const
+    {
+        MxElements8 e[4];
+        uint8_t scale[4];
+        MK_UNROLL for (uint32_t i = 0; i < 4; i++) {
+            e[i] = load(reinterpret_cast<const MxElements8 *>(from + col + i * kWarpCols));
+            scale[i] = load(from + r.dims.hidden + (col + i * kWarpCols) / MK_MX_BLOCK);
+        }
+        MK_UNROLL for (uint32_t i = 0; i < 4; i++)
+            store(reinterpret_cast<Vec4 *>(to + (col + i * kWarpCols) * 2), mx_widen8(e[i], scale[i]));
     }
 
     /* move_batch, but for what becomes of a row that has come: the warp widens it, unless it is a copy of a row of the ring. */
