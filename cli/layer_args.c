@@ -82,7 +82,7 @@ static int64_t routed_bytes(const layer_rank *job, int64_t element)
 }
 
 /* This rank's experts of a [rows, cols] weight, in both quantisations. A failure is kept in copy_status. */
-static mok_weight quantised_weight(layer_rank *job, int slot, const uint16_t *base, int64_t rows, int64_t cols)
+static mok_weight quantised_weight(layer_rank *job, int slot, const uint16_t *source, int64_t rows, int64_t cols)
 {
     int64_t count = job->num_experts, elements = count * rows * cols, scales = count * mok_mx_scale_bytes(rows, cols), turned = count * mok_mx_scale_bytes(cols, rows);
     mok_mx_quantise_args a = MOK_INIT(mok_mx_quantise_args);
@@ -93,7 +93,7 @@ static mok_weight quantised_weight(layer_rank *job, int slot, const uint16_t *ba
         a.count = count;
         a.rows = rows;
         a.cols = cols;
-        a.source = from_expert(job, base, 2);
+        a.source = source;
         a.data = memory;
         a.scales = memory + elements;
         a.transposed = memory + elements + scales;
@@ -144,7 +144,7 @@ static mok_weight routed_weight(layer_rank *job, int slot, const uint16_t *base)
 {
     const mok_config *c = &job->problem->cfg;
     if (c->dtype == MOK_MXFP8 && job->options->mx_prequantised)
-        return quantised_weight(job, slot, base, slot == 2 ? c->hidden : c->intermediate, slot == 2 ? c->intermediate : c->hidden);
+        return quantised_weight(job, slot, from_expert(job, base, 2), slot == 2 ? c->hidden : c->intermediate, slot == 2 ? c->intermediate : c->hidden);
     void *mine = input(job, from_expert(job, base, 2), routed_bytes(job, 2));
     if (!job->options->experts_by_pointer)
         return (mok_weight){.packed = mine};
@@ -176,12 +176,23 @@ static mok_grad shared_grad(layer_rank *job, void *base, int64_t elements)
                       .dtype = job->options->grad_dtype, .accumulate = job->options->accumulate};
 }
 
+/* Gate and up in one matrix; quantised, too, if they are combined. */
+static mok_weight routed_pair(layer_rank *job)
+{
+    const layer_problem *p = job->problem;
+    const mok_config *c = &p->cfg;
+    void *pair = place_pair(job, 0, from_expert(job, p->gate, 2), from_expert(job, p->up, 2), job->num_experts, c->intermediate, 2, false);
+    if (c->dtype == MOK_MXFP8 && job->options->mx_prequantised && c->gate_up == MOK_GATE_UP_COMBINED && job->copy_status == MOK_OK)
+        return quantised_weight(job, 0, (const uint16_t *)job->pair[0], 2 * c->intermediate, c->hidden);
+    return (mok_weight){.packed = pair};
+}
+
 static mok_weights weights_of(layer_rank *job)
 {
     const layer_problem *p = job->problem;
     int64_t shared = p->cfg.shared_intermediate * p->cfg.hidden * 2;
     if (in_pairs(job))
-        return (mok_weights){.gate = {.packed = place_pair(job, 0, from_expert(job, p->gate, 2), from_expert(job, p->up, 2), job->num_experts, p->cfg.intermediate, 2, false)},
+        return (mok_weights){.gate = routed_pair(job),
                              .down = routed_weight(job, 2, p->down),
                              .shared_gate = {.packed = place_pair(job, 1, p->shared_gate, p->shared_up, 1, p->cfg.shared_intermediate, 2, false)},
                              .shared_down = {.packed = input(job, p->shared_down, shared)},

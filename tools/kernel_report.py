@@ -29,10 +29,11 @@ COUNTED = [("wgmma", r"HGMMA"), ("tcgen05", r"UTC[HQ]MMA"), ("scales", r"UTCCP")
 
 # What kernels are about: chip, kernel, instructions that must be there.
 GEMM = r"gate_up|down|wgrad|_fused"
-SCALED = r"scaled_"
+SCALED_ONLY = r"scaled_|_(wide|narrow)_mx"
+SCALED = rf"{SCALED_ONLY}|forward_fused_mx"
 REQUIRED = [
     ("sm_90", GEMM, [r"HGMMA\.64x(128|256)x16\.F32\.BF16", r"UTMALDG"]),
-    ("sm_10", rf"^(?!{SCALED}).*({GEMM})", [r"UTCHMMA\.2CTA"]),
+    ("sm_10", rf"^(?!.*({SCALED_ONLY})).*({GEMM})", [r"UTCHMMA\.2CTA"]),
     ("sm_10", SCALED, [r"UTCQMMA\.2CTA", r"UTCCP\.T\.S\.2CTA"]),
     ("sm_10", GEMM, [r"UTCBAR\.2CTA\.MULTICAST", r"LDTM\.16dp256bit", r"UTMALDG\.[23]D\.2CTA", r"UTCATOMSWS\.2CTA"]),
     ("sm_", r"s1_dispatch|_fused", [r"UBLKCP"]),

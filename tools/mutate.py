@@ -15,7 +15,7 @@ The last line counts: "N passed, N failed, N skipped" (killed or explained, unex
 import argparse, concurrent.futures, os, random, re, shutil, subprocess, sys, time
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-TESTS = ["gemm", "gemm_scaled_sm100", "schedule", "dispatch", "mx", "mx_layer", "forward", "forward_sm100", "trace", "backward", "backward_sm100"]  # tests/emu/test_<name>.cpp; --tests
+TESTS = ["gemm", "gemm_scaled_sm100", "schedule", "dispatch", "mx", "mx_layer", "mx_layer_sm100", "forward", "forward_sm100", "trace", "backward", "backward_sm100"]  # tests/emu/test_<name>.cpp; --tests
 
 # Which of them run a file, the quickest to notice first. The longest beginning of its name counts.
 RUN_BY = {
@@ -31,10 +31,10 @@ RUN_BY = {
     "layout/": "forward",
     "stage/backward": "backward backward_sm100",
     "stage/call": "schedule trace forward",
-    "stage/forward": "forward forward_sm100",
+    "stage/forward": "forward forward_sm100 mx_layer_sm100",
     "stage/mx": "mx",
-    "stage/mx_epilogue": "mx_layer",
-    "stage/s1_": "dispatch mx_layer forward",
+    "stage/mx_epilogue": "mx_layer mx_layer_sm100",
+    "stage/s1_": "dispatch mx_layer forward mx_layer_sm100",
     "stage/s2_gate_up_bwd": "backward",
     "stage/s4_down_bwd": "backward",
     "stage/s5_": "forward",
@@ -80,6 +80,14 @@ WRONG = [
     ("gemm/tile.cuh", "s.task_empty[i]), ", "(kTaskReaders + more_readers) * Tile::cluster",
      ["(kTaskReaders + more_readers) * Tile::cluster - 1", "(kTaskReaders + more_readers) * Tile::cluster + 1"]),
     ("gemm/tile.cuh", "parity ^= ", "slot / Slots & 1", ["0"]),
+    ("stage/s1_dispatch.cuh", "reinterpret_cast<const uint32_t *>(from) + ", "atom", ["0"]),
+    ("stage/s1_dispatch.cuh", "cell = ", "(cell & 0xffff) | (zeros & 0xffff0000u)", ["cell"]),
+    ("stage/s1_dispatch.cuh", "source_of(what, d, lane) + ", "r.dims.hidden", ["0"]),
+    ("stage/s1_dispatch.cuh", "source_row = ", "shuffle((uint32_t)d.from, owner)", ["row"]),
+    ("stage/s1_dispatch.cuh", "store(scale_cell(what, ", "ahead(row, i)", ["row"]),
+    ("stage/mx_epilogue.cuh", "both = scale | ", "shuffle_xor((uint32_t)scale, 4) << 8", ["scale << 8"]),
+    ("stage/mx_epilogue.cuh", "if (", "col % MK_MX_TILE == 0 && col + MK_MX_TILE / 2 == cols", ["false"]),
+    ("stage/forward.cuh", "how.scaled = ", "!is_shared(task.kind)", ["false"]),
     ("gemm/pair.cuh", "leading_full = cluster_addr(full, ", "0", ["1"]),
     ("gemm/pair.cuh", "in.a, x, ", "task.row", ["0"]),
     ("gemm/pair.cuh", "in.b_high, x, ", "task.col + in.b_high_row", ["task.col"]),

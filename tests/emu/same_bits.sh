@@ -5,9 +5,10 @@ build=$1
 MOK_TEST_SEED=${MOK_TEST_SEED:-$(date +%s)}
 export MOK_TEST_SEED
 bits() {
-    "$build/$1" a_cut_weight_gradient bf16_gradients | grep 'bits of'
+    "$build/test_emu_backward$1" a_cut_weight_gradient bf16_gradients | grep 'bits of'
+    "$build/test_emu_mx_layer$1" forward_has_the_bits a_cut_weight_gradient | grep 'bits of'
 }
-hopper=$(bits test_emu_backward) blackwell=$(bits test_emu_backward_sm100)
+hopper=$(bits) blackwell=$(bits _sm100)
 echo "seed: MOK_TEST_SEED=$MOK_TEST_SEED"
 if [ -n "$hopper" ] && [ "$hopper" = "$blackwell" ]; then
     echo "PASS both_chips_have_the_same_bits ($(echo "$hopper" | wc -l) layers)"

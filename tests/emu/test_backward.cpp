@@ -34,25 +34,6 @@ static void read_trace(mok_workspace *w, void *)
     }
 }
 
-/* Of everything, in one number: what tests/emu/same_bits.sh compares between the chips. */
-template <class T> static void add_to_hash(uint64_t *hash, const std::vector<T> &v)
-{
-    const uint8_t *p = reinterpret_cast<const uint8_t *>(v.data());
-    for (size_t i = 0; i < v.size() * sizeof(T); i++)
-        *hash = (*hash ^ p[i]) * 0x100000001b3ull;
-}
-
-static void print_hash(const StepResult &g)
-{
-    uint64_t hash = 0xcbf29ce484222325ull;
-    add_to_hash(&hash, g.out), add_to_hash(&hash, g.dx), add_to_hash(&hash, g.drouter);
-    for (const auto &w : g.weights)
-        add_to_hash(&hash, w);
-    for (const auto &w : g.shared)
-        add_to_hash(&hash, w);
-    printf("  bits of out and all gradients: %016llx\n", (unsigned long long)hash);
-}
-
 #ifdef __SANITIZE_ADDRESS__ /* many times slower: enough to see bad accesses, not every combination */
 #ifdef MK_SM100
 enum { MOST_RUNS = 0, STUCK_STEP = 8 };

@@ -95,6 +95,7 @@ TEST(forward_has_the_bits_of_a_layer_that_quantises_every_operand)
 {
     layer_problem p = mx_problem(40, 0, 4, 192, 128);
     const StepResult got = run_layer(p, forward_run("two ranks", 2, 256, 128));
+    print_hash(got);
     int64_t differ = 0;
     for (int64_t t = 0; t < p.tokens; t++) {
         const Numbers want = plain_token(p, t);
@@ -107,14 +108,15 @@ TEST(forward_has_the_bits_of_a_layer_that_quantises_every_operand)
 
 TEST(forms_of_weights_change_no_bit)
 {
-    for (mok_gate_up layout : {MOK_GATE_UP_SEPARATE, MOK_GATE_UP_COMBINED, MOK_GATE_UP_INTERLEAVED}) {
-        layer_problem p = mx_problem(40, 0, 3, 128, 64, layout);
+    for (int i = 0; i < 4; i++) { /* the last one: up rows of combined weights begin with a tile of scales */
+        const mok_gate_up layout = i < 3 ? (mok_gate_up)i : MOK_GATE_UP_COMBINED;
+        layer_problem p = mx_problem(40, 0, 3, 128, i < 3 ? 64 : 128, layout);
         Run run = forward_run("bf16 weights"), quantised = run;
         quantised.name = "quantised weights";
         quantised.prequantised = true;
         const StepResult want = run_layer(p, run);
         check_close(run, want, run_layer(p, on_cpu(run)), kMore);
-        if (layout == MOK_GATE_UP_SEPARATE)
+        if (layout != MOK_GATE_UP_INTERLEAVED)
             check_bits(quantised, run_layer(p, quantised), want);
         layer_free(&p);
     }
@@ -181,7 +183,9 @@ TEST(a_cut_weight_gradient_continues_exactly)
     p.cfg.dtype = MOK_MXFP8;
     Run small = make_run("smallest ring", 1, 256, 128);
     compare(p, make_run("one rank", 1, 1024, 256), {make_run("two ranks, smallest ring", 2, 256, 128, MOK_SAVE_NONE)});
-    CHECK(run_layer(p, small).stats.wgrad_continued > 0);
+    const StepResult cut = run_layer(p, small);
+    print_hash(cut);
+    CHECK(cut.stats.wgrad_continued > 0);
     layer_free(&p);
 }
 

@@ -30,4 +30,13 @@ struct alignas(16) Vec4 { uint32_t x, y, z, w; };  /* 16 bytes: what one lane mo
 #include "cuda/arch/sm90a.cuh"
 #include "cuda/arch/sm100a.cuh"
 #endif
+
+namespace mk {
+/* Do the tensor cores multiply MXFP8 operands as they are, with their scales? */
+#ifdef MK_SM100
+constexpr bool kMultipliesMx = true;
+#else
+constexpr bool kMultipliesMx = false;
+#endif
+}
 #endif

@@ -30,8 +30,9 @@ template <class Tile, class Init> MK_DEVICE void gemm_begin(GemmShared<Tile> &s,
         tcgen05_fence_after_sync();
 }
 
-/* The roles of warps 0 and 1 and of the math warps. */
-template <class Tile, class Program> MK_DEVICE void gemm_load_or_schedule(GemmShared<Tile> &s, uint32_t warp, Program &program)
+/* The roles of warps 0 and 1 and of the math warps. `of`: with tensor memory, what the program's tasks want of the core. */
+template <class Tile, class Program, class Tasks = PlainTasks<Tile>>
+MK_DEVICE void gemm_load_or_schedule(GemmShared<Tile> &s, uint32_t warp, Program &program, [[maybe_unused]] const Tasks &of = {})
 {
     if (lane_idx() != 0)
         return;
@@ -41,7 +42,7 @@ template <class Tile, class Program> MK_DEVICE void gemm_load_or_schedule(GemmSh
         else if (cluster_rank() == kScheduleRank<Tile>)
             pair_schedule(s, program);
         else
-            pair_mma(s, PlainTasks<Tile>());
+            pair_mma(s, of);
     } else {
         if (warp == 0)
             gemm_load(s, program, [&](uint32_t stage, const GemmTask &task, const GemmInput &in, int32_t k) { load_stage(s, stage, task, in, k); });
@@ -50,10 +51,11 @@ template <class Tile, class Program> MK_DEVICE void gemm_load_or_schedule(GemmSh
     }
 }
 
-template <class Tile, class Epilogue> MK_DEVICE void gemm_finish(GemmShared<Tile> &s, uint32_t warp, Epilogue &epilogue)
+template <class Tile, class Epilogue, class Tasks = PlainTasks<Tile>>
+MK_DEVICE void gemm_finish(GemmShared<Tile> &s, uint32_t warp, Epilogue &epilogue, [[maybe_unused]] const Tasks &of = {})
 {
     if constexpr (Tile::tensor_memory)
-        pair_math(s, warp / 4 - 1, epilogue, PlainTasks<Tile>());
+        pair_math(s, warp / 4 - 1, epilogue, of);
     else
         gemm_math(s, warp / 4 - 1, epilogue);
 }

@@ -197,11 +197,36 @@ static mok_status run_schedule(cuda_call *c, const mok_schedule_args *a)
     return c->skip ? MOK_OK : launch_s0(c, a);
 }
 
-/* --- MXFP8: the widened copies of the routed weights that a call multiplies with --------------------------------------------- */
+/* --- MXFP8: the copies of the routed weights that a call multiplies with, widened or, on Blackwell, quantised -------------------- */
 static mok_status widen_weight(const cuda_call *c, const mok_weights *weights, int matrix, mk_quant quant)
 {
     mk_mx_weight_params p = mk_cuda_mx_weight(c->w, weights, matrix, quant);
     return launch(c, MK_CUDA_mok_mx_widen_weights, blocks_for(c, mk_ceil_div(p.count * p.rows * p.cols, 8 * 8 * 256)), &p, 0);
+}
+
+/* Only of what the tensor cores can not read where the caller has it. */
+static mok_status quantise_weight(const cuda_call *c, const mok_weights *weights, int matrix, mk_quant quant)
+{
+    const mk_cuda_mx_operand to = mk_cuda_mx_operand_of(c->w, weights, matrix, quant);
+    const mok_weight *given = matrix == MK_GRAD_DOWN ? &weights->down : &weights->gate;
+    int64_t warps = to.count * mk_round_up(to.rows, MK_MX_TILE);
+    if (!to.own)
+        return MOK_OK;
+    if (mk_mx_is_quantised(given)) {
+        mk_mx_part_params p = mk_cuda_mx_part(c->w, weights, matrix, quant);
+        return launch(c, MK_CUDA_mok_mx_take_part, blocks_for(c, mk_ceil_div(warps, 8)), &p, 0);
+    }
+    mk_mx_matrix_params p = mk_cuda_mx_quantise_params(c->w, weights, matrix, quant);
+    if (quant == MK_QUANT_FORWARD)
+        return launch(c, MK_CUDA_mok_mx_quantise_matrix, blocks_for(c, mk_ceil_div(warps, 8)), &p, 0);
+    return launch(c, MK_CUDA_mok_mx_quantise_turned, blocks_for(c, p.count * mk_ceil_div(p.rows, MK_MX_TURNED_ROWS) * mk_ceil_div(p.cols, MK_MX_TURNED_COLS)), &p, 0);
+}
+
+static mok_status quantise_weights(const cuda_call *c, const mok_weights *weights, mk_quant quant, bool gate_up, bool down)
+{
+    MK_TRY(gate_up ? quantise_weight(c, weights, MK_GRAD_GATE, quant) : MOK_OK);
+    MK_TRY(gate_up ? quantise_weight(c, weights, MK_GRAD_UP, quant) : MOK_OK);
+    return down ? quantise_weight(c, weights, MK_GRAD_DOWN, quant) : MOK_OK;
 }
 
 static mok_status widen_weights(const cuda_call *c, const mok_weights *weights, mk_quant quant, bool gate_up, bool down)
@@ -217,7 +242,7 @@ static mok_status widen_weights(const cuda_call *c, const mok_weights *weights, 
 static mk_gemm_params gemm_params(const cuda_call *c, mk_gemm_id id, const mok_forward_args *a)
 {
     const mk_cuda_gemm *g = &c->s->gemm[id];
-    return (mk_gemm_params){.a = g->a, .b_low = g->b_low, .b_high = g->b_high, .rank = c->s->rank, .schedule = (void *)(uintptr_t)a->schedule,
+    return (mk_gemm_params){.a = g->a, .b_low = g->b_low, .b_high = g->b_high, .a_scales = g->a_scales, .b_low_scales = g->b_low_scales, .b_high_scales = g->b_high_scales, .rank = c->s->rank, .schedule = (void *)(uintptr_t)a->schedule,
                             .context = a->context, .num_tokens = a->num_tokens, .recompute = c->operation == MK_OP_RECOMPUTE,
                             .shared = id >= MK_GEMM_SHARED_GATE_UP, .num_cols = g->num_cols, .num_k_blocks = g->num_k_blocks, .b_high_row = g->b_high_row};
 }
@@ -273,6 +298,11 @@ static mok_status launch_fused(cuda_call *c, const mok_forward_args *a, bool dow
         p.up = g[MK_GEMM_GATE_UP].b_high;
         p.ring_h = g[MK_GEMM_DOWN].a;
         p.down = g[MK_GEMM_DOWN].b_low;
+        p.ring_x_scales = g[MK_GEMM_GATE_UP].a_scales;
+        p.gate_scales = g[MK_GEMM_GATE_UP].b_low_scales;
+        p.up_scales = g[MK_GEMM_GATE_UP].b_high_scales;
+        p.ring_h_scales = g[MK_GEMM_DOWN].a_scales;
+        p.down_scales = g[MK_GEMM_DOWN].b_low_scales;
     }
     if (d->shared_intermediate && a->num_tokens) {
         p.shared_x = g[MK_GEMM_SHARED_GATE_UP].a;
@@ -290,7 +320,10 @@ static mok_status launch_stages(cuda_call *c, const mok_forward_args *a, bool fo
     const mk_dims *d = &c->w->dims;
     if (!forward && !d->saved_tiles) /* a context without rows */
         return MOK_OK;
-    MK_TRY(widen_weights(c, &a->weights, MK_QUANT_FORWARD, true, forward));
+    if (c->s->gemm[MK_GEMM_GATE_UP].scaled && d->capacity_tiles)
+        MK_TRY(quantise_weights(c, &a->weights, MK_QUANT_FORWARD, true, forward));
+    else
+        MK_TRY(widen_weights(c, &a->weights, MK_QUANT_FORWARD, true, forward));
     if (c->s->fused)
         return launch_fused(c, a, forward);
     if (d->shared_intermediate && a->num_tokens)

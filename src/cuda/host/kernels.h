@@ -30,12 +30,15 @@
     X(mok_s1_dispatch_mx, 32, MK_DISPATCH_SHARED, 1)      \
     X(mok_s2_gate_up_wide_mx, 384, MK_GEMM_SHARED_WIDE, 2) \
     X(mok_s2_gate_up_narrow_mx, 384, MK_GEMM_SHARED_NARROW, 2) \
+    X(mok_s4_down_wide_mx, 384, MK_GEMM_SHARED_WIDE, 2)   \
+    X(mok_s4_down_narrow_mx, 384, MK_GEMM_SHARED_NARROW, 2) \
     X(mok_forward_fused_mx, 384, MK_FORWARD_SHARED, 2)    \
     X(mok_backward_fused_mx, 384, MK_BACKWARD_SHARED, 2)  \
     X(mok_mx_quantise_rows, 256, MK_SMALL_SHARED, 1)      \
     X(mok_mx_widen_weights, 256, MK_SMALL_SHARED, 1)      \
     X(mok_mx_quantise_matrix, 256, MK_SMALL_SHARED, 1)    \
     X(mok_mx_quantise_turned, 256, MK_MX_TURNED_SHARED, 1) \
+    X(mok_mx_take_part, 256, MK_SMALL_SHARED, 1)          \
     X(mok_link_fill, 256, MK_SMALL_SHARED, 1)             \
     X(mok_link_move, 288, MK_LINK_MOVE_SHARED, 1)         \
     X(mok_link_copy, 256, MK_LINK_COPY_SHARED, 1)         \

@@ -7,7 +7,7 @@
 
 /* In rows or columns, as the tiles in cuda/gemm/tile.cuh: all are 128 rows. A cluster of two shares the rows of one and takes two column tiles; on
  * Blackwell (pair.cuh, always the wide tile) it shares the columns and takes two row tiles, whose tasks are counted one by one. */
-enum { TILE_ROWS = 128, CLUSTER = 2, COLS_WIDE = 256, COLS_NARROW = 128, BLOCK_K = 64 };
+enum { TILE_ROWS = 128, CLUSTER = 2, COLS_WIDE = 256, COLS_NARROW = 128, BLOCK_K = 64, BLOCK_K_MX = 128 };
 /* Up to this contraction the narrow tile wins: its epilogue hides under the other warpgroup's MMAs. */
 enum { NARROW_UP_TO = 4096 };
 enum { MAP_BITS = 12 };
@@ -19,6 +19,9 @@ static int64_t width_of(const mk_dims *d, mk_gemm_id id) { return is_shared(id) 
 
 void mk_cuda_choose_tiles(mok_workspace *w, const char *wish)
 {
+    static const mk_cuda_kernel kernels[2][2][2] = {{{MK_CUDA_mok_s4_down_wide, MK_CUDA_mok_s4_down_narrow}, {MK_CUDA_mok_s2_gate_up_wide, MK_CUDA_mok_s2_gate_up_narrow}},
+                                                    {{MK_CUDA_mok_s4_down_wide_mx, MK_CUDA_mok_s4_down_narrow_mx},
+                                                     {MK_CUDA_mok_s2_gate_up_wide_mx, MK_CUDA_mok_s2_gate_up_narrow_mx}}};
     mk_cuda_state *s = w->state;
     for (int id = 0; id < MK_NUM_GEMMS; id++) {
         mk_cuda_gemm *g = &s->gemm[id];
@@ -31,14 +34,11 @@ void mk_cuda_choose_tiles(mok_workspace *w, const char *wish)
             g->narrow = true;
         if (s->device->blackwell)
             g->narrow = false;
-        if (gate_up)
-            g->kernel = w->dims.mx && id == MK_GEMM_GATE_UP ? (g->narrow ? MK_CUDA_mok_s2_gate_up_narrow_mx : MK_CUDA_mok_s2_gate_up_wide_mx)
-                                                            : (g->narrow ? MK_CUDA_mok_s2_gate_up_narrow : MK_CUDA_mok_s2_gate_up_wide);
-        else
-            g->kernel = g->narrow ? MK_CUDA_mok_s4_down_narrow : MK_CUDA_mok_s4_down_wide;
+        g->kernel = kernels[w->dims.mx && !is_shared((mk_gemm_id)id)][gate_up][g->narrow];
         int32_t cols = g->narrow ? COLS_NARROW : COLS_WIDE;
+        g->scaled = w->dims.mx && s->device->blackwell && !is_shared((mk_gemm_id)id);
         g->num_cols = (int32_t)(gate_up ? width : w->dims.hidden);
-        g->num_k_blocks = (int32_t)(depth / BLOCK_K);
+        g->num_k_blocks = (int32_t)mk_ceil_div(depth, g->scaled ? BLOCK_K_MX : BLOCK_K);
         g->b_high_row = gate_up ? 0 : cols / 2;
         g->tasks_per_tile = mk_ceil_div(g->num_cols, (gate_up ? cols / 2 : cols) * (s->device->blackwell ? 1 : CLUSTER));
     }
@@ -120,11 +120,48 @@ static mok_status encode(mk_cuda_state *s, mk_tensor_map *map, const mk_tensor *
     return MOK_OK;
 }
 
+/* e4m3 [depth, rows, cols], and its scales. */
+static mok_status encode_operand(mk_cuda_state *s, const mk_cuda_mx_operand *o, uint32_t box, mk_tensor_map *map, mk_tensor_map *scales, const char *what)
+{
+    mk_tensor t = mk_tensor_operand_e4m3(o->data, (uint64_t)o->cols, (uint64_t)o->rows, (uint64_t)o->count, box);
+    t.stride_bytes[0] = (uint64_t)o->row_bytes;
+    t.stride_bytes[1] = (uint64_t)o->matrix_bytes;
+    MK_TRY(encode(s, map, &t, what));
+    t = mk_tensor_scales(o->scales, (uint64_t)o->cols, (uint64_t)o->rows, (uint64_t)o->count);
+    t.stride_bytes[0] = (uint64_t)o->atoms_bytes;
+    t.stride_bytes[1] = (uint64_t)o->scales_bytes;
+    return encode(s, scales, &t, what);
+}
+
+/* Rows of the ring in MXFP8: `cols` elements each, and behind all of them their scales. A stack of `count`, or, 0, no stack. */
+static mk_cuda_mx_operand ring_operand(const mok_workspace *w, int64_t place, int64_t cols, int64_t count)
+{
+    int64_t rows = MK_RING_ROWS(&w->dims), bytes = rows * cols;
+    return (mk_cuda_mx_operand){.data = w->local + place, .scales = w->local + place + bytes, .count = count, .rows = rows, .cols = cols, .row_bytes = cols,
+                                .matrix_bytes = bytes, .atoms_bytes = mk_mx_scale_bytes(MK_MX_TILE, cols), .scales_bytes = mk_mx_scale_bytes(rows, cols)};
+}
+
+/* A GEMM of the routed experts in MXFP8 on Blackwell. */
+static mok_status encode_scaled_gemm(mok_workspace *w, mk_gemm_id id, const mok_weights *weights)
+{
+    mk_cuda_state *s = w->state;
+    mk_cuda_gemm *g = &s->gemm[id];
+    bool gate_up = id == MK_GEMM_GATE_UP;
+    mk_cuda_mx_operand rows = gate_up ? ring_operand(w, w->memory.ring_x, w->dims.hidden, 0) : ring_operand(w, w->memory.ring_h, w->dims.intermediate, 0);
+    mk_cuda_mx_operand low = mk_cuda_mx_operand_of(w, weights, gate_up ? MK_GRAD_GATE : MK_GRAD_DOWN, MK_QUANT_FORWARD);
+    mk_cuda_mx_operand high = mk_cuda_mx_operand_of(w, weights, gate_up ? MK_GRAD_UP : MK_GRAD_DOWN, MK_QUANT_FORWARD);
+    MK_TRY(encode_operand(s, &rows, TILE_ROWS, &g->a, &g->a_scales, "the rows in MXFP8"));
+    MK_TRY(encode_operand(s, &low, COLS_WIDE / 2, &g->b_low, &g->b_low_scales, gate_up ? "gate in MXFP8" : "down in MXFP8"));
+    return encode_operand(s, &high, COLS_WIDE / 2, &g->b_high, &g->b_high_scales, gate_up ? "up in MXFP8" : "down in MXFP8");
+}
+
 mok_status mk_cuda_encode_gemm(mok_workspace *w, mk_gemm_id id, const mok_weights *weights, const void *x, int64_t num_tokens)
 {
     static const char *const names[MK_NUM_GEMMS][2] = {{"gate", "up"}, {"down", "down"}, {"shared_gate", "shared_up"}, {"shared_down", "shared_down"}};
     mk_cuda_state *s = w->state;
     mk_cuda_gemm *g = &s->gemm[id];
+    if (g->scaled)
+        return encode_scaled_gemm(w, id, weights);
     mk_tensor a = describe_rows(w, id, x, num_tokens), low, high;
     describe_weights(w, id, weights, false, (uint32_t)(g->narrow ? COLS_NARROW : COLS_WIDE) / 2, &low, &high);
     MK_TRY(encode(s, &g->a, &a, "the rows"));

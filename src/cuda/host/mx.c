@@ -51,7 +51,7 @@ static mok_status launch(const mk_cuda_device *d, mk_cuda_kernel kernel, int64_t
 static mok_status launch_both(const mk_cuda_device *d, const mok_mx_quantise_args *a, mk_cu_pointer not_finite, void *stream)
 {
     mk_mx_matrix_params p = {.bf16 = (void *)(uintptr_t)a->source, .data = a->data, .scales = a->scales, .count = a->count, .rows = a->rows,
-                             .cols = a->cols, .not_finite = (uint64_t *)(uintptr_t)not_finite};
+                             .cols = a->cols, .not_finite = (uint64_t *)(uintptr_t)not_finite, .matrix_elements = a->rows * a->cols, .row_stride = a->cols};
     if (a->data)
         MK_TRY(launch(d, MK_CUDA_mok_mx_quantise_matrix, mk_ceil_div(a->count * mk_round_up(a->rows, MK_MX_TILE), 8), &p, stream));
     p.data = a->transposed;
@@ -136,4 +136,43 @@ mk_mx_weight_params mk_cuda_mx_weight(const mok_workspace *w, const mok_weights 
     p.offset = first * cols;
     p.row_stride = interleaved ? 2 * cols : cols;
     return p;
+}
+
+/* --- a layer's weights as Blackwell's tensor cores read them ------------------------------------------------------------ */
+/* Rows and columns of a matrix that are a multiple of 128 from the beginning of what is stored begin with an atom of scales. */
+mk_cuda_mx_operand mk_cuda_mx_operand_of(const mok_workspace *w, const mok_weights *weights, int matrix, mk_quant quant)
+{
+    const mk_mx_weight_params p = mk_cuda_mx_weight(w, weights, matrix, quant);
+    const bool turned = quant == MK_QUANT_DGRAD, quantised = p.form == MK_MX_QUANTISED || p.form == MK_MX_TURNED;
+    int64_t rows = turned ? p.cols : p.rows, cols = turned ? p.rows : p.cols; /* of the operand; and as it is stored, and where in there: */
+    int64_t stored_rows = turned ? p.cols : p.stored_rows, stored_cols = turned ? p.stored_rows : p.cols, first_row = turned ? 0 : p.first_row, first_col = turned ? p.first_row : 0;
+    const char *data = p.source, *scales = p.scales;
+    bool own = !quantised || p.first_row % MK_MX_TILE;
+    if (own) {
+        stored_rows = rows, stored_cols = cols, first_row = first_col = 0;
+        data = wide_copy(w, matrix, quant);
+        scales = data + p.count * rows * cols;
+    }
+    const int64_t atoms = mk_mx_scale_bytes(MK_MX_TILE, stored_cols);
+    return (mk_cuda_mx_operand){.data = data + first_row * stored_cols + first_col, .scales = scales + first_row / MK_MX_TILE * atoms + first_col / MK_MX_TILE * MK_MX_TILE_BYTES,
+                                .count = p.count, .rows = rows, .cols = cols, .row_bytes = stored_cols, .matrix_bytes = stored_rows * stored_cols, .atoms_bytes = atoms,
+                                .scales_bytes = mk_mx_scale_bytes(stored_rows, stored_cols), .own = own};
+}
+
+mk_mx_part_params mk_cuda_mx_part(const mok_workspace *w, const mok_weights *weights, int matrix, mk_quant quant)
+{
+    const mk_cuda_mx_operand to = mk_cuda_mx_operand_of(w, weights, matrix, quant);
+    const mk_mx_weight_params p = mk_cuda_mx_weight(w, weights, matrix, quant);
+    const bool turned = quant == MK_QUANT_DGRAD;
+    return (mk_mx_part_params){.source = p.source, .source_scales = p.scales, .data = (void *)(uintptr_t)to.data, .scales = (void *)(uintptr_t)to.scales, .count = to.count,
+                               .rows = to.rows, .cols = to.cols, .first_row = turned ? 0 : p.first_row, .first_col = turned ? p.first_row : 0,
+                               .stored_rows = turned ? p.cols : p.stored_rows, .stored_cols = turned ? p.stored_rows : p.cols};
+}
+
+mk_mx_matrix_params mk_cuda_mx_quantise_params(const mok_workspace *w, const mok_weights *weights, int matrix, mk_quant quant)
+{
+    const mk_cuda_mx_operand to = mk_cuda_mx_operand_of(w, weights, matrix, quant);
+    const mk_mx_weight_params p = mk_cuda_mx_weight(w, weights, matrix, quant);
+    return (mk_mx_matrix_params){.bf16 = (uint16_t *)(uintptr_t)p.source + p.offset, .data = (void *)(uintptr_t)to.data, .scales = (void *)(uintptr_t)to.scales, .count = p.count,
+                                 .rows = p.rows, .cols = p.cols, .matrix_elements = p.matrix_elements, .row_stride = p.row_stride};
 }

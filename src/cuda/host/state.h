@@ -22,9 +22,10 @@ typedef enum mk_gemm_id { MK_GEMM_GATE_UP, MK_GEMM_DOWN, MK_GEMM_SHARED_GATE_UP,
 
 /* One GEMM: its tile (chosen at open) and its maps for the call that is being made. */
 typedef struct mk_cuda_gemm {
-    mk_tensor_map a, b_low, b_high;
+    mk_tensor_map a, b_low, b_high, a_scales, b_low_scales, b_high_scales;
     mk_cuda_kernel kernel;
     bool narrow;
+    bool scaled;                          /* operands are MXFP8 as it is: a_scales ... are maps too */
     int32_t num_cols, num_k_blocks, b_high_row;
     int64_t tasks_per_tile;               /* clusters' tasks that one row tile makes */
 } mk_cuda_gemm;
@@ -100,6 +101,19 @@ mok_status mk_cuda_mx_quantise(const mok_mx_quantise_args *args, void *stream);
 typedef enum mk_quant { MK_QUANT_FORWARD, MK_QUANT_DGRAD } mk_quant;
 /* What makes the widened copy of one routed weight (MK_GRAD_GATE, _UP, _DOWN), out of whatever the caller gives. */
 mk_mx_weight_params mk_cuda_mx_weight(const mok_workspace *w, const mok_weights *weights, int matrix, mk_quant quant);
+
+/* On Blackwell: an operand as its tensor cores read it, e4m3 [count, rows, cols] with blocks along cols, and scales in atoms of 128 x 128 (mx/mx.h). In bytes:
+ * from one row, matrix, row of atoms, matrix's atoms to the next. */
+typedef struct mk_cuda_mx_operand {
+    const char *data, *scales;
+    int64_t count, rows, cols, row_bytes, matrix_bytes, atoms_bytes, scales_bytes;
+    bool own;                             /* in the workspace, where the call puts it: what the caller gives is bf16, or cut where no atom begins */
+} mk_cuda_mx_operand;
+/* One routed weight as B of the products with this quantisation: [El, outputs, inputs], or for dgrad [El, inputs, outputs]. */
+mk_cuda_mx_operand mk_cuda_mx_operand_of(const mok_workspace *w, const mok_weights *weights, int matrix, mk_quant quant);
+/* What makes one that is `own`, of a quantised weight (mok_mx_take_part), or of a bf16 one (mok_mx_quantise_matrix, for dgrad _turned). */
+mk_mx_part_params mk_cuda_mx_part(const mok_workspace *w, const mok_weights *weights, int matrix, mk_quant quant);
+mk_mx_matrix_params mk_cuda_mx_quantise_params(const mok_workspace *w, const mok_weights *weights, int matrix, mk_quant quant);
 
 /* meet.c: with the context current. `status` and `refused`: how this rank comes. *skip: the rest of the call does not take place,
  * because some rank refuses it or calls another operation; the device says so too. */

@@ -59,10 +59,15 @@ static int stage_of(mk_cuda_kernel kernel, mk_task_kind kind)
     case MK_CUDA_mok_s2_gate_up_narrow_mx:
     case MK_CUDA_mok_s2_gate_up_wide:
     case MK_CUDA_mok_s2_gate_up_narrow: return STAGE_s2_gate_up;
+    case MK_CUDA_mok_s4_down_wide_mx:
+    case MK_CUDA_mok_s4_down_narrow_mx:
     case MK_CUDA_mok_s4_down_wide:
     case MK_CUDA_mok_s4_down_narrow: return STAGE_s4_down;
     case MK_CUDA_mok_forward_fused_mx:
     case MK_CUDA_mok_forward_fused: return STAGE_fused;
+    case MK_CUDA_mok_mx_quantise_matrix:
+    case MK_CUDA_mok_mx_quantise_turned:
+    case MK_CUDA_mok_mx_take_part:
     case MK_CUDA_mok_mx_widen_weights: return STAGE_mx_weights;
     case MK_CUDA_mok_backward_fused_mx:
     case MK_CUDA_mok_backward_fused: return stage_of_kind(kind);

@@ -11,6 +11,7 @@ MK_ENTRY MK_KERNEL(256) mok_mx_widen_rows(MK_KERNEL_PARAM mk_mx_rows_params p) {
 MK_ENTRY MK_KERNEL(256) mok_mx_quantise_matrix(MK_KERNEL_PARAM mk_mx_matrix_params p) { mx_quantise_matrix(p, mx_warp(), mx_warps()); }
 MK_ENTRY MK_KERNEL(256) mok_mx_widen_matrix(MK_KERNEL_PARAM mk_mx_matrix_params p) { mx_widen_matrix(p, mx_warp(), mx_warps()); }
 MK_ENTRY MK_KERNEL(256) mok_mx_widen_weights(MK_KERNEL_PARAM mk_mx_weight_params p) { mx_widen_weights(p, mx_warp(), mx_warps()); }
+MK_ENTRY MK_KERNEL(256) mok_mx_take_part(MK_KERNEL_PARAM mk_mx_part_params p) { mx_take_part(p, mx_warp(), mx_warps()); }
 MK_ENTRY MK_KERNEL(256) mok_mx_quantise_turned(MK_KERNEL_PARAM mk_mx_matrix_params p)
 {
     mx_quantise_turned(p, *static_cast<MxTurnedShared *>(shared_base()));

@@ -8,6 +8,7 @@
  *   mok_mx_widen_matrix       mk_mx_matrix_params   any x 256       e4m3 [count, rows, cols] and scales -> bf16, for chips without MX units
  *
  *   mok_mx_widen_weights      mk_mx_weight_params   any x 256       a weight in whatever form -> bf16 as a product sees it
+ *   mok_mx_take_part          mk_mx_part_params     any x 256       rows and columns out of a quantised stack -> a stack of its own
  *
  * All work is spread over whatever grid there is. rows and cols are multiples of 32; all pointers are multiples of 16. */
 #ifndef MK_CUDA_KERNEL_MX_PARAMS_H
@@ -29,7 +30,16 @@ typedef struct mk_mx_matrix_params {
     void *data, *scales;    /* turned: of [cols, rows] matrices */
     int64_t count, rows, cols;
     uint64_t *not_finite;   /* as above, by mok_mx_quantise_matrix and _turned: each sees all elements */
+    int64_t matrix_elements, row_stride; /* of bf16, in elements: from one matrix to the next, from one row to the next */
 } mk_mx_matrix_params;
+
+/* Rows [first_row, + rows) and columns [first_col, + cols) of e4m3 [count, stored_rows, stored_cols] with blocks along the columns; all but the
+ * stored rows in multiples of 32. Where these begin at no multiple of 128, scales in tiles can not be read where they lie. */
+typedef struct mk_mx_part_params {
+    const void *source, *source_scales;
+    void *data, *scales;                  /* [count, rows, cols] */
+    int64_t count, rows, cols, first_row, first_col, stored_rows, stored_cols;
+} mk_mx_part_params;
 
 /* What a layer's weight is given as, and which of its quantisations is wanted. */
 typedef enum mk_mx_form {

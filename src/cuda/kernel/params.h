@@ -31,10 +31,10 @@
  *   mok_s5_combine_bwd      mk_combine_bwd_params any x 256                  dx, router-weight gradients, the output gate's gradient
  *
  * MXFP8 (kernels of mx_params.h come in too): mok_mx_quantise_rows brings x and dout into the heap, before mok_call_begin; and
- * mok_mx_widen_weights makes the bf16 copies of the routed weights that the products read. Then the same launches, with kernels
- * mok_s1_dispatch_mx, mok_s2_gate_up_wide_mx, mok_s2_gate_up_narrow_mx (routed), mok_forward_fused_mx, mok_backward_fused_mx in place of those without _mx; mok_s5_combine_bwd twice,
- * first for the output gate's gradient alone. The shared
- * expert's maps are of the caller's x and dout.
+ * mok_mx_widen_weights makes the bf16 copies of the routed weights that the products read (Blackwell's forward reads quantised ones where the caller has them; bf16 ones
+ * are quantised by mok_mx_quantise_matrix, and mok_mx_take_part copies what begins inside a tile of scales). Then the same launches, with kernels mok_s1_dispatch_mx,
+ * mok_s2_gate_up_wide_mx, mok_s2_gate_up_narrow_mx, mok_s4_down_wide_mx, mok_s4_down_narrow_mx (routed), mok_forward_fused_mx, mok_backward_fused_mx in place of those
+ * without _mx; mok_s5_combine_bwd twice, first for the output gate's gradient alone. The shared expert's maps are of the caller's x and dout.
  *
  * Recompute is mok_forward_fused with `recompute` set (staged: without mok_s4_down), and mok_s5_combine with out = NULL. A rank that refuses launches mok_call_begin and,
  * but for a schedule, mok_rank_barrier.
@@ -130,6 +130,7 @@ typedef struct mk_dispatch_params {
 typedef struct mk_gemm_params {
     mk_tensor_map a;           /* routed: the ring buffer [ring, K]; shared: [T, K]; box mk_tensor_operand(…, tile rows / 2) */
     mk_tensor_map b_low, b_high; /* [El, N, K] (shared: [1, N, K]); box rows: half of the tile's columns */
+    mk_tensor_map a_scales, b_low_scales, b_high_scales; /* of kernels in MXFP8 on Blackwell: then the operands are e4m3 */
     mk_rank_params rank;
     void *schedule;
     void *context;             /* saved gate/up go there; NULL: nowhere */
@@ -144,6 +145,7 @@ typedef struct mk_gemm_params {
 /* The fused forward. Maps as in mk_gemm_params; those of the shared expert are unused without one. */
 typedef struct mk_forward_params {
     mk_tensor_map ring_x, gate, up, ring_h, down;
+    mk_tensor_map ring_x_scales, gate_scales, up_scales, ring_h_scales, down_scales;
     mk_tensor_map shared_x, shared_gate, shared_up, shared_h, shared_down;
     mk_rank_params rank;
     void *schedule;

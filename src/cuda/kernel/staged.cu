@@ -80,10 +80,12 @@ MK_ENTRY MK_KERNEL(32) mok_s1_dispatch_mx(MK_KERNEL_PARAM mk_dispatch_params p)
 
 MK_ENTRY MK_KERNEL(kGemmThreads) mok_s2_gate_up_wide(MK_KERNEL_PARAM mk_gemm_params p) { s2_gate_up<TileStageWide>(p); }
 MK_ENTRY MK_KERNEL(kGemmThreads) mok_s2_gate_up_narrow(MK_KERNEL_PARAM mk_gemm_params p) { s2_gate_up<TileStageNarrow>(p); }
-MK_ENTRY MK_KERNEL(kGemmThreads) mok_s2_gate_up_wide_mx(MK_KERNEL_PARAM mk_gemm_params p) { s2_gate_up_mx<TileStageWide>(p); }
-MK_ENTRY MK_KERNEL(kGemmThreads) mok_s2_gate_up_narrow_mx(MK_KERNEL_PARAM mk_gemm_params p) { s2_gate_up_mx<TileStageNarrow>(p); }
+MK_ENTRY MK_KERNEL(kGemmThreads) mok_s2_gate_up_wide_mx(MK_KERNEL_PARAM mk_gemm_params p) { s2_gate_up_mx<TileStageWideMx>(p); }
+MK_ENTRY MK_KERNEL(kGemmThreads) mok_s2_gate_up_narrow_mx(MK_KERNEL_PARAM mk_gemm_params p) { s2_gate_up_mx<TileStageNarrowMx>(p); }
 MK_ENTRY MK_KERNEL(kGemmThreads) mok_s4_down_wide(MK_KERNEL_PARAM mk_gemm_params p) { s4_down<TileStageWide>(p); }
 MK_ENTRY MK_KERNEL(kGemmThreads) mok_s4_down_narrow(MK_KERNEL_PARAM mk_gemm_params p) { s4_down<TileStageNarrow>(p); }
+MK_ENTRY MK_KERNEL(kGemmThreads) mok_s4_down_wide_mx(MK_KERNEL_PARAM mk_gemm_params p) { s4_down<TileStageWideMx, MxStageProgram<TileStageWideMx>>(p); }
+MK_ENTRY MK_KERNEL(kGemmThreads) mok_s4_down_narrow_mx(MK_KERNEL_PARAM mk_gemm_params p) { s4_down<TileStageNarrowMx, MxStageProgram<TileStageNarrowMx>>(p); }
 
 MK_ENTRY MK_KERNEL(256) mok_s5_combine(MK_KERNEL_PARAM mk_combine_params p)
 {

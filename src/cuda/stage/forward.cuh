@@ -24,23 +24,32 @@ namespace mk {
 struct TileForward : TilePair { static constexpr uint32_t stages = 5; };
 template <> struct GemmShared<TileForward> : PairShared<TileForward> {};
 template <> struct Acc<TileForward> : PairAcc<TileForward> {};
+struct TileForwardScaled : TilePairScaled { static constexpr uint32_t stages = 4; };
+template <> struct GemmShared<TileForwardScaled> : PairShared<TileForwardScaled> {};
+template <> struct Acc<TileForwardScaled> : SharingAcc<TileForwardScaled> {};
 #else
 struct TileForward : TileNarrow { static constexpr uint32_t stages = 5; };
+typedef TileForward TileForwardScaled;
 #endif
+/* Rows, columns and cluster are those of TileForward. */
+template <bool Mx> struct ForwardTileOf { typedef TileForward Tile; };
+template <> struct ForwardTileOf<true> { typedef TileForwardScaled Tile; };
+template <bool Mx> using ForwardTile = typename ForwardTileOf<Mx>::Tile;
 
 /* Walking the tasks of a whole pass takes more registers than one GEMM's; the math warps have some to give. */
 constexpr int kForwardRegistersMath = 208, kForwardRegistersOther = 88;
 static_assert(kForwardRegistersOther + 2 * kForwardRegistersMath <= 3 * 168, "registers of 384 threads");
 
-struct ForwardShared {
-    GemmShared<TileForward> gemm;
+template <bool Mx> struct ForwardShared {
+    GemmShared<ForwardTile<Mx>> gemm;
     DispatchShared dispatch;
     mk_walk walk;
     uint64_t ready[kTaskSlots]; /* one arrival of the wait role: the operands of the task in that slot are there */
     TraceShared trace;
     YieldShared yield;
 };
-static_assert(sizeof(ForwardShared) <= MK_FORWARD_SHARED && sizeof(ForwardShared) > MK_FORWARD_SHARED - 2048, "what the host asks for, on either chip");
+static_assert(sizeof(ForwardShared<false>) <= MK_FORWARD_SHARED && sizeof(ForwardShared<false>) > MK_FORWARD_SHARED - 2048, "what the host asks for, on either chip");
+static_assert(sizeof(ForwardShared<true>) <= MK_FORWARD_SHARED, "what the host asks for");
 
 /* Cuts of the walk: a task is kColumnTiles neighbouring column tiles. */
 MK_DEVICE mk_walk forward_walk(const mk_forward_params &p)
@@ -70,9 +79,9 @@ MK_DEVICE bool is_shared(int32_t kind) { return kind == MK_TASK_SHARED_GATE_UP |
 MK_DEVICE bool is_down(int32_t kind) { return kind == MK_TASK_DOWN || kind == MK_TASK_SHARED_DOWN; }
 
 /* The Program of the GEMM core (grouped.cuh) over the walk. GemmTask.kind is the task's, tag its tile. */
-struct ForwardProgram {
+template <bool Mx> struct ForwardProgram {
     const mk_forward_params &p;
-    ForwardShared &s;
+    ForwardShared<Mx> &s;
     mk_table t;
     RingCursor<kTaskSlots> at;  /* of the load thread: the next task's place in `ready` */
     Yield yield;                /* of the schedule thread */
@@ -98,7 +107,8 @@ struct ForwardProgram {
         task.kind = next.kind;
         task.tag = next.tile;
         task.col = (next.part * (int32_t)kColumnTiles<TileForward> + (int32_t)rank) * cols;
-        task.num_k_blocks = (int32_t)((down ? width : d.hidden) / kBlockK);
+        const int64_t depth = down ? width : d.hidden;
+        task.num_k_blocks = (int32_t)(Mx && kMultipliesMx && !shared ? mk_ceil_div(depth, kRowBytes) : depth / kBlockK);
         task.out_row = next.tile * MK_ROW_TILE;
         if (shared) {
             task.row = task.out_row;
@@ -119,7 +129,26 @@ struct ForwardProgram {
         fence_proxy_async_global();
     }
 
-    MK_MEMBER GemmInput input(const GemmTask &task) const
+    MK_MEMBER auto input(const GemmTask &task) const
+    {
+        if constexpr (Mx && kMultipliesMx)
+            return scaled_input(task);
+        else
+            return operands(task);
+    }
+
+private:
+    MK_MEMBER ScaledGemmInput scaled_input(const GemmTask &task) const
+    {
+        const GemmInput of = operands(task);
+        switch (task.kind) {
+        case MK_TASK_GATE_UP: return {of, &p.ring_x_scales, &p.gate_scales, &p.up_scales};
+        case MK_TASK_DOWN: return {of, &p.ring_h_scales, &p.down_scales, &p.down_scales};
+        default: return {of, nullptr, nullptr, nullptr};
+        }
+    }
+
+    MK_MEMBER GemmInput operands(const GemmTask &task) const
     {
         const int32_t half = TileForward::cols / 2;
         switch (task.kind) {
@@ -131,8 +160,22 @@ struct ForwardProgram {
     }
 };
 
+/* What the tasks of MXFP8 want of the core: the shared expert's are bf16. */
+template <bool Mx> struct ForwardTasks : PlainTasks<TileForward> {};
+#ifdef MK_SM100
+template <> struct ForwardTasks<true> : PlainTasks<TileForwardScaled> {
+    MK_MEMBER PairRecipe recipe(const GemmTask &task) const
+    {
+        PairRecipe how;
+        how.scaled = !is_shared(task.kind);
+        return how;
+    }
+};
+#endif
+
 /* Runs the stage's epilogue and raises the task's counter, once for every math warp. */
 template <bool Mx> struct ForwardEpilogue {
+    typedef Acc<ForwardTile<Mx>> Sums;
     const mk_forward_params &p;
     mk_table t;
 
@@ -144,7 +187,7 @@ template <bool Mx> struct ForwardEpilogue {
             flag_add_release_gpu(counter_at(p.rank, counter, tile), 1);
     }
 
-    MK_MEMBER void down(const GemmTask &task, const Acc<TileForward> &acc, const WarpOut &out) const
+    MK_MEMBER void down(const GemmTask &task, const Sums &acc, const WarpOut &out) const
     {
         const mk_rank_params &r = p.rank;
         const bool shared = is_shared(task.kind);
@@ -155,7 +198,7 @@ template <bool Mx> struct ForwardEpilogue {
         store_rows(task, acc, out);
     }
 
-    MK_MEMBER void gate_up(const GemmTask &task, const Acc<TileForward> &acc, const WarpOut &out) const
+    MK_MEMBER void gate_up(const GemmTask &task, const Sums &acc, const WarpOut &out) const
     {
         const mk_rank_params &r = p.rank;
         const bool shared = is_shared(task.kind);
@@ -169,7 +212,7 @@ template <bool Mx> struct ForwardEpilogue {
         signal(shared ? MK_COUNTER_shared_s2_tasks_done : MK_COUNTER_s2_tasks_done, task.tag);
     }
 
-    template <class Tile> MK_MEMBER void operator()(const GemmTask &task, const Acc<Tile> &acc, const WarpOut &out) const
+    MK_MEMBER void operator()(const GemmTask &task, const Sums &acc, const WarpOut &out) const
     {
         if (is_down(task.kind))
             down(task, acc, out);
@@ -180,10 +223,10 @@ template <bool Mx> struct ForwardEpilogue {
 
 template <bool Mx> MK_DEVICE void note_task(const ForwardEpilogue<Mx> &e, uint32_t number, TraceStamp stamp)
 {
-    trace_stamp(e.p.rank, static_cast<ForwardShared *>(shared_base())->trace, number, stamp);
+    trace_stamp(e.p.rank, static_cast<ForwardShared<Mx> *>(shared_base())->trace, number, stamp);
 }
 
-MK_DEVICE void forward_trace(const mk_forward_params &p, ForwardShared &s, const GemmTask &task, uint32_t number)
+template <bool Mx> MK_DEVICE void forward_trace(const mk_forward_params &p, ForwardShared<Mx> &s, const GemmTask &task, uint32_t number)
 {
     const mk_task_kind kind = (mk_task_kind)task.kind;
     const uint32_t part = (uint32_t)task.col / (is_down(task.kind) ? TileForward::cols : TileForward::cols / 2);
@@ -195,9 +238,9 @@ MK_DEVICE void forward_trace(const mk_forward_params &p, ForwardShared &s, const
 /* The wait role: one thread of each CTA. Finding out that a task may go on takes several dependent reads of global memory, more
  * than the stages in flight can hide, so it is done tasks ahead of the load thread. Acquire: the rows a task reads have been written,
  * those it overwrites have been read; pairs with the releases of s1_dispatch and of ForwardEpilogue. Handed on by the arrive. */
-MK_DEVICE void forward_wait(const mk_forward_params &p, const mk_table &t, ForwardShared &s)
+template <bool Mx> MK_DEVICE void forward_wait(const mk_forward_params &p, const mk_table &t, ForwardShared<Mx> &s)
 {
-    TaskReader<TileForward> tasks;
+    TaskReader<ForwardTile<Mx>> tasks;
     for (uint32_t number = 0;; tasks.at.next(), number++) {
         const GemmTask task = tasks.wait(s.gemm);
         const uint32_t slot = tasks.at.slot;
@@ -216,7 +259,7 @@ MK_DEVICE void forward_wait(const mk_forward_params &p, const mk_table &t, Forwa
     }
 }
 
-MK_DEVICE void forward_init(const mk_forward_params &p, ForwardShared &s)
+template <bool Mx> MK_DEVICE void forward_init(const mk_forward_params &p, ForwardShared<Mx> &s)
 {
     for (uint32_t i = 0; i < kTaskSlots; i++)
         mbar_init(smem_addr(&s.ready[i]), 1);
@@ -227,7 +270,7 @@ MK_DEVICE void forward_init(const mk_forward_params &p, ForwardShared &s)
 }
 
 /* The dispatch role: one warp of each CTA. Rows come from the state's second ticket, in the order of the walk. */
-template <bool Mx> MK_DEVICE void forward_dispatch(const mk_forward_params &p, ForwardShared &s)
+template <bool Mx> MK_DEVICE void forward_dispatch(const mk_forward_params &p, ForwardShared<Mx> &s)
 {
     const mk_walk &walk = s.walk;
     Dispatch<Mx> dispatch(p.rank, mk_table_at(&p.rank.memory, p.schedule), s.dispatch, &walk, &s.trace);

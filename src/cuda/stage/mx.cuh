@@ -220,12 +220,31 @@ MK_DEVICE void mx_quantise_matrix(const mk_mx_matrix_params &p, int64_t warp, in
     for (int64_t i = warp; i < p.count * padded; i += num_warps) {
         const int64_t m = i / padded, r = i % padded;
         uint8_t *scales = static_cast<uint8_t *>(p.scales) + m * mk_mx_scale_bytes(p.rows, p.cols);
-        const int64_t at = (m * p.rows + r) * p.cols;
         if (r < p.rows)
-            mx_quantise_row(static_cast<const uint16_t *>(p.bf16) + at, p.cols, static_cast<uint8_t *>(p.data) + at, p.not_finite,
-                         [&](int64_t block) { return scales + mk_mx_scale_index(r, block, p.cols); });
+            mx_quantise_row(static_cast<const uint16_t *>(p.bf16) + m * p.matrix_elements + r * p.row_stride, p.cols, static_cast<uint8_t *>(p.data) + (m * p.rows + r) * p.cols,
+                            p.not_finite, [&](int64_t block) { return scales + mk_mx_scale_index(r, block, p.cols); });
         for (int64_t b = (r < p.rows ? blocks : 0) + lane_idx(); b < padded_blocks; b += 32)
             store(scales + mk_mx_scale_index(r, b, p.cols), (uint8_t)MK_MX_SCALE_MIN);
+    }
+}
+
+/* All warps of the grid: row by row. What only fills a tile has the scale of zeros. */
+MK_DEVICE void mx_take_part(const mk_mx_part_params &p, int64_t warp, int64_t num_warps)
+{
+    const int64_t padded = mk_round_up(p.rows, MK_MX_TILE), blocks = p.cols / MK_MX_BLOCK, padded_blocks = mk_ceil_div(p.cols, MK_MX_TILE) * 4;
+    for (int64_t i = warp; i < p.count * padded; i += num_warps) {
+        const int64_t m = i / padded, r = i % padded, row = p.first_row + r;
+        const uint8_t *from = static_cast<const uint8_t *>(p.source) + (m * p.stored_rows + row) * p.stored_cols + p.first_col;
+        const uint8_t *from_scales = static_cast<const uint8_t *>(p.source_scales) + m * mk_mx_scale_bytes(p.stored_rows, p.stored_cols);
+        uint8_t *to = static_cast<uint8_t *>(p.data) + (m * p.rows + r) * p.cols, *scales = static_cast<uint8_t *>(p.scales) + m * mk_mx_scale_bytes(p.rows, p.cols);
+        for (int64_t col = lane_idx() * 16; r < p.rows && col < p.cols; col += 512)
+            store(reinterpret_cast<Vec4 *>(to + col), load(reinterpret_cast<const Vec4 *>(from + col)));
+        for (int64_t b = lane_idx(); b < padded_blocks; b += 32) {
+            uint8_t scale = MK_MX_SCALE_MIN;
+            if (r < p.rows && b < blocks)
+                scale = load(from_scales + mk_mx_scale_index(row, p.first_col / MK_MX_BLOCK + b, p.stored_cols));
+            store(scales + mk_mx_scale_index(r, b, p.cols), scale);
+        }
     }
 }
 
@@ -249,16 +268,16 @@ struct MxTurnedShared {
 static_assert(sizeof(MxTurnedShared) == MK_MX_TURNED_SHARED, "what the host asks for");
 
 /* A tile of the source, zeros outside the matrix. */
-MK_DEVICE void mx_load_tile(const uint16_t *from, int64_t rows, int64_t cols, int64_t row, int64_t col, uint64_t *not_finite,
-                            MxTurnedShared &s)
+MK_DEVICE void mx_load_tile(const mk_mx_matrix_params &p, int64_t matrix, int64_t row, int64_t col, MxTurnedShared &s)
 {
     constexpr int kPieces = MK_MX_TURNED_COLS / 8;
     MK_UNROLL for (int i = 0; i < MK_MX_TURNED_ROWS * kPieces / 256; i++) {
         const int piece = (int)thread_idx() + i * 256, r = piece / kPieces, c = piece % kPieces * 8;
-        const bool there = row + r < rows && col + c < cols;
-        const Vec4 v = there ? load(reinterpret_cast<const Vec4 *>(from + (row + r) * cols + col + c)) : Vec4{0, 0, 0, 0};
+        const bool there = row + r < p.rows && col + c < p.cols;
+        const uint16_t *from = static_cast<const uint16_t *>(p.bf16) + matrix * p.matrix_elements + (row + r) * p.row_stride + col + c;
+        const Vec4 v = there ? load(reinterpret_cast<const Vec4 *>(from)) : Vec4{0, 0, 0, 0};
         store_shared_b128(smem_addr(&s.tile[r][c]), v);
-        mx_count_not_finite(not_finite, v);
+        mx_count_not_finite(p.not_finite, v);
     }
 }
 
@@ -287,7 +306,7 @@ MK_DEVICE void mx_quantise_turned(const mk_mx_matrix_params &p, MxTurnedShared &
     const int64_t across = mk_ceil_div(p.cols, MK_MX_TILE) * (MK_MX_TILE / MK_MX_TURNED_COLS), down = mk_ceil_div(p.rows, MK_MX_TURNED_ROWS);
     for (int64_t i = block_idx(); i < p.count * down * across; i += num_blocks()) {
         const int64_t m = i / (down * across), row = i / across % down * MK_MX_TURNED_ROWS, col = i % across * MK_MX_TURNED_COLS;
-        mx_load_tile(static_cast<const uint16_t *>(p.bf16) + m * p.rows * p.cols, p.rows, p.cols, row, col, p.not_finite, s);
+        mx_load_tile(p, m, row, col, s);
         barrier_block_sync();
         const uint32_t c = thread_idx() % MK_MX_TURNED_COLS, first = thread_idx() / MK_MX_TURNED_COLS * MK_MX_BLOCK;
         const int64_t turned_row = col + c, turned_col = row + first;

@@ -38,6 +38,37 @@ struct MxRoundedRows {
     }
 };
 
+/* The same where the tensor cores multiply MXFP8: elements [ring, cols], and behind them the scales in their atoms. */
+struct MxScaledRows {
+    uint8_t *base;
+    int64_t cols, rows;
+    uint64_t *not_finite;
+    MK_MEMBER void flush(const GemmTask &task, uint32_t half, uint32_t first_row, int64_t col) const
+    {
+        each_piece(half, first_row, [&](uint32_t r, uint32_t c, const Vec4 &v) {
+            const uint8_t scale = mx_block_scale(v);
+            const uint32_t both = scale | shuffle_xor((uint32_t)scale, 4) << 8; /* of the chunk's two blocks: in the first one's lanes */
+            if (r >= (uint32_t)task.num_rows)
+                return;
+            const int64_t row = (int64_t)task.row + r;
+            mx_count_not_finite(not_finite, v);
+            store(reinterpret_cast<MxElements8 *>(base + row * cols + col + c), mx_encode8(v, scale));
+            if (c == 0)
+                store_scales(row, col, (uint16_t)both);
+        });
+    }
+
+private:
+    /* A last half atom is filled up with scales of zeros. */
+    MK_MEMBER void store_scales(int64_t row, int64_t col, uint16_t both) const
+    {
+        uint16_t *at = reinterpret_cast<uint16_t *>(base + rows * cols + mk_mx_scale_index(row, col / MK_MX_BLOCK, cols));
+        store(at, both);
+        if (col % MK_MX_TILE == 0 && col + MK_MX_TILE / 2 == cols)
+            store(at + 1, (uint16_t)(MK_MX_SCALE_MIN * 0x0101u));
+    }
+};
+
 /* Rows of the context in MXFP8 (mx/mx.h): the first `limit` table rows; base null: none. */
 struct MxSavedRows {
     uint8_t *base;

@@ -8,13 +8,17 @@
 
 namespace mk {
 
-/* The tiles of this chip's staged launches. On Blackwell there is one, under both names. */
+/* The tiles of this chip's staged launches, and those of the routed experts in MXFP8. On Blackwell there is one of each, under both names. */
 #ifdef MK_SM100
 using TileStageWide = TilePair;
 using TileStageNarrow = TilePair;
+using TileStageWideMx = TilePairScaled;
+using TileStageNarrowMx = TilePairScaled;
 #else
 using TileStageWide = TileWide;
 using TileStageNarrow = TileNarrow;
+using TileStageWideMx = TileWide;
+using TileStageNarrowMx = TileNarrow;
 #endif
 
 /* Tasks of one launch: groups of 16 row tiles; in a group all column pairs, and for each the group's tiles. */
@@ -69,6 +73,16 @@ template <class Tile> struct StageProgram {
     MK_MEMBER GemmInput input(const GemmTask &task) const { return {&p.a, &p.b_low, &p.b_high, p.b_high_row, task.expert}; }
 };
 
+/* Of the routed experts in MXFP8. */
+template <class Tile, bool Scaled = kMultipliesMx> struct MxStageProgram : StageProgram<Tile> { using StageProgram<Tile>::StageProgram; };
+template <class Tile> struct MxStageProgram<Tile, true> : StageProgram<Tile> {
+    using StageProgram<Tile>::StageProgram;
+    MK_MEMBER ScaledGemmInput input(const GemmTask &task) const
+    {
+        return {StageProgram<Tile>::input(task), &this->p.a_scales, &this->p.b_low_scales, &this->p.b_high_scales};
+    }
+};
+
 /* Rows of a ring buffer, or of a buffer over this rank's tokens. */
 struct RingRows {
     bf16 *base;
@@ -103,6 +117,7 @@ struct SlotRows {
 };
 
 static_assert(sizeof(GemmShared<TileStageWide>) == MK_GEMM_SHARED_WIDE && sizeof(GemmShared<TileStageNarrow>) == MK_GEMM_SHARED_NARROW, "what the host asks for");
+static_assert(sizeof(GemmShared<TileStageWideMx>) <= MK_GEMM_SHARED_WIDE && sizeof(GemmShared<TileStageNarrowMx>) <= MK_GEMM_SHARED_NARROW, "what the host asks for");
 
 } /* namespace mk */
 #endif

@@ -7,8 +7,9 @@
  * copied waits only for rows with smaller tickets; a batch is finished before the next is drawn. Rows of one token in one tile
  * (duplicate routes: neighbours in the table) are written together by the lane of the first of them.
  *
- * MXFP8 (Mx): heaps hold e4m3 with scales (mx/mx.h), the ring bf16. Rows of a heap go from their slot to the ring through the registers of the
- * whole warp, widened; a row that is copied in the ring moves as in bf16. */
+ * MXFP8 (Mx): heaps hold e4m3 with scales (mx/mx.h). Where the tensor cores multiply that (kScaled), so does the ring: the elements of a row move as
+ * they lie, the warp puts its scales into their atoms. Elsewhere the ring is bf16: rows of a heap go from their slot to the ring through the
+ * registers of the whole warp, widened; a row that is copied in the ring moves as in bf16. */
 #ifndef MK_STAGE_S1_DISPATCH_CUH
 #define MK_STAGE_S1_DISPATCH_CUH
 
@@ -57,6 +58,7 @@ template <bool Mx, bool Backward = false> struct Dispatch {
     uint32_t parities = 0;    /* bit s: parity of the next filling of slot s */
     uint32_t pulled = 0, pulled_peer = 0, copied = 0; /* this lane's, of this launch */
     uint32_t stop = 0;        /* an mbarrier after whose first phase no more rows are drawn; 0: none */
+    static constexpr bool kScaled = Mx && !Backward && kMultipliesMx;
 
     MK_MEMBER Dispatch(const mk_rank_params &rank, const mk_table &table, DispatchShared &shared, const mk_walk *fused, TraceShared *fused_trace = nullptr)
         : r(rank), t(table), s(shared), walk(fused), trace(fused_trace), backward(Mx ? Backward : fused && fused->pass == MK_PASS_BACKWARD)
@@ -69,8 +71,10 @@ template <bool Mx, bool Backward = false> struct Dispatch {
 
     MK_MEMBER uint8_t *ring_at(const DispatchPayload &what, int64_t row) const
     {
-        return in_local<uint8_t>(r, what.ring_offset) + (ring_row(r.dims, row / MK_ROW_TILE) + row % MK_ROW_TILE) * r.dims.hidden * 2;
+        return in_local<uint8_t>(r, what.ring_offset) + place_in_ring(row) * ring_row_bytes();
     }
+    MK_MEMBER int64_t place_in_ring(int64_t row) const { return ring_row(r.dims, row / MK_ROW_TILE) + row % MK_ROW_TILE; }
+    MK_MEMBER int64_t ring_row_bytes() const { return kScaled ? r.dims.hidden : r.dims.hidden * 2; }
     MK_MEMBER const uint8_t *source(const DispatchPayload &what, const DispatchRow &d) const
     {
         if (d.waits)
@@ -80,7 +84,7 @@ template <bool Mx, bool Backward = false> struct Dispatch {
     /* Bytes from one row of a heap to the next; those of them that count; and those to move of a row. */
     MK_MEMBER int64_t heap_row() const { return Mx ? mk_mx_row_stride(r.dims.hidden) : r.dims.hidden * 2; }
     MK_MEMBER uint32_t link_row() const { return (uint32_t)(Mx ? mk_mx_row_bytes(r.dims.hidden) : r.dims.hidden * 2); }
-    MK_MEMBER uint32_t row_bytes(const DispatchRow &d) const { return (uint32_t)(d.waits ? r.dims.hidden * 2 : heap_row()); }
+    MK_MEMBER uint32_t row_bytes(const DispatchRow &d) const { return (uint32_t)(d.waits ? ring_row_bytes() : heap_row()); }
 
     /* n rows further along the walk; where a row's copy comes from; is `row` the last of its tile? */
     MK_MEMBER int64_t ahead(int64_t row, int64_t n) const { return backward ? row + n : row - n; }
@@ -184,11 +188,15 @@ template <bool Mx, bool Backward = false> struct Dispatch {
     MK_MEMBER void move_long_rows(const DispatchPayload &what, const DispatchRow &d)
     {
         const uint32_t movers = ballot(d.moves);
-        const int64_t bytes = r.dims.hidden * 2;
+        const int64_t bytes = ring_row_bytes();
+        if constexpr (kScaled)
+            sync_warp(); /* a row's scales are read by all lanes, from where one has waited for them */
         for (uint32_t lane = 0; lane < kBatchRows<1>; lane++) {
             if (!(movers >> lane & 1))
                 continue;
-            if constexpr (Mx) {
+            if constexpr (kScaled) {
+                store_scales(what, d, lane, source_of(what, d, lane) + r.dims.hidden);
+            } else if constexpr (Mx) {
                 if (!shuffle((uint32_t)d.waits, lane)) {
                     widen_long_row(what, d, lane);
                     continue;
@@ -226,13 +234,72 @@ template <bool Mx, bool Backward = false> struct Dispatch {
     {
         if constexpr (Slots == 1)
             move_long_rows(what, d);
+        else if constexpr (kScaled)
+            move_batch_scaled<Slots>(what, d);
         else if constexpr (Mx)
             move_batch_mx<Slots>(what, d);
         else
             move_batch<Slots>(what, d);
     }
 
-    /* ---- moving MXFP8 ---- */
+    /* ---- moving MXFP8 as it is ---- */
+
+    /* Of a row of the ring, whose cell it is: the scales of 128 columns. */
+    MK_MEMBER uint32_t *scale_cell(const DispatchPayload &what, int64_t row, uint32_t atom) const
+    {
+        const mk_dims &d = r.dims;
+        return reinterpret_cast<uint32_t *>(in_local<uint8_t>(r, what.ring_offset) + MK_RING_ROWS(&d) * d.hidden + mk_mx_scale_index(place_in_ring(row), 4 * (int64_t)atom, d.hidden));
+    }
+
+    /* All lanes: the scales of `owner`'s row, into the row's atoms and those of its duplicates. from: scales of a row of a heap, wherever they lie now; a row
+     * that waits has them from the ring. The cell of a last half atom gets scales of zeros for what no column has. */
+    MK_MEMBER void store_scales(const DispatchPayload &what, const DispatchRow &d, uint32_t owner, const uint8_t *from) const
+    {
+        const uint32_t atoms = (uint32_t)mk_ceil_div(r.dims.hidden, MK_MX_TILE), zeros = MK_MX_SCALE_MIN * 0x01010101u;
+        const bool waits = shuffle((uint32_t)d.waits, owner);
+        const int64_t row = shuffle((uint32_t)d.row, owner), source_row = shuffle((uint32_t)d.from, owner);
+        const int32_t duplicates = (int32_t)shuffle((uint32_t)d.duplicates, owner);
+        MK_ROLLED for (uint32_t atom = lane_idx(); atom < atoms; atom += 32) {
+            uint32_t cell = load(waits ? scale_cell(what, source_row, atom) : reinterpret_cast<const uint32_t *>(from) + atom);
+            if ((int64_t)atom * MK_MX_TILE + MK_MX_TILE / 2 == r.dims.hidden)
+                cell = (cell & 0xffff) | (zeros & 0xffff0000u);
+            MK_ROLLED for (int32_t i = 0; i <= duplicates; i++)
+                store(scale_cell(what, ahead(row, i), atom), cell);
+        }
+    }
+
+    /* move_batch, and the warp stores the scales. */
+    template <uint32_t Slots> MK_MEMBER void move_batch_scaled(const DispatchPayload &what, const DispatchRow &d)
+    {
+        constexpr uint32_t half = Slots / 2, slot_bytes = MK_DISPATCH_AREA / Slots;
+        const uint32_t movers = ballot(d.moves), count = population_count(movers);
+        const uint32_t mine = population_count(movers & ((1u << lane_idx()) - 1)), groups = (count + half - 1) / half;
+        for (uint32_t g = 0; g <= groups; g++) {
+            if (d.moves && mine / half == g)
+                load_piece(what, d, mine % Slots, slot_bytes, 0, row_bytes(d));
+            for (uint32_t n = g * half - half; g > 0 && n < g * half && n < count; n++) {
+                const uint32_t slot = n % Slots, parity = (parities >> slot ^ n / Slots) & 1, is_owner = ballot(d.moves && mine == n);
+                const uint32_t owner = population_count(is_owner - 1); /* the only bit's place */
+                wait_mbar(smem_addr(&s.full[slot]), parity, "s1_dispatch: row in MXFP8");
+                if (lane_idx() == owner)
+                    store_piece(what, d, slot, slot_bytes, 0, (uint32_t)ring_row_bytes(), parity);
+                store_scales(what, d, owner, s.area + slot * slot_bytes + r.dims.hidden);
+            }
+            bulk_wait_read<0>();
+            fence_proxy_async_shared_cta(); /* slots have been read by plain loads, and are filled by copies next */
+            sync_warp();
+        }
+        parities ^= (count / Slots % 2 ? (1u << Slots) - 1 : 0) ^ ((1u << count % Slots) - 1);
+    }
+
+    /* All lanes: where `lane`'s row comes from. */
+    MK_MEMBER const uint8_t *source_of(const DispatchPayload &what, const DispatchRow &d, uint32_t lane) const
+    {
+        const uint64_t mine = reinterpret_cast<uint64_t>(source(what, d));
+        return reinterpret_cast<const uint8_t *>((uint64_t)shuffle((uint32_t)(mine >> 32), lane) << 32 | shuffle((uint32_t)mine, lane));
+    }
+
+    /* ---- moving MXFP8 widened ---- */
 
     /* All lanes: a row of a heap, wherever it lies now, into the ring's row and those that are its duplicates. */
     MK_MEMBER void widen_row(const DispatchPayload &what, const uint8_t *from, int64_t row, int32_t duplicates) const
@@ -296,9 +363,7 @@ template <bool Mx, bool Backward = false> struct Dispatch {
     /* A long row of a heap, straight from there. */
     MK_MEMBER void widen_long_row(const DispatchPayload &what, const DispatchRow &d, uint32_t lane) const
     {
-        const uint64_t mine = reinterpret_cast<uint64_t>(source(what, d));
-        const uint64_t from = (uint64_t)shuffle((uint32_t)(mine >> 32), lane) << 32 | shuffle((uint32_t)mine, lane);
-        widen_row(what, reinterpret_cast<const uint8_t *>(from), shuffle((uint32_t)d.row, lane), (int32_t)shuffle((uint32_t)d.duplicates, lane));
+        widen_row(what, source_of(what, d, lane), shuffle((uint32_t)d.row, lane), (int32_t)shuffle((uint32_t)d.duplicates, lane));
     }
 
     MK_MEMBER void trace_starts(mk_trace_kind kind, int64_t start) const
@@ -378,7 +443,7 @@ template <bool Mx, bool Backward = false> struct Dispatch {
     /* num_rows table rows from `start` on (whole tiles), as many batches of them as this warp draws. */
     MK_MEMBER void move_all(uint32_t *ticket, int64_t start, int64_t num_rows)
     {
-        const int64_t fit = MK_DISPATCH_AREA / (r.dims.hidden * 2);
+        const int64_t fit = MK_DISPATCH_AREA / (kScaled ? heap_row() : r.dims.hidden * 2);
         if (fit >= 8)
             move_drawn<8>(ticket, start, num_rows);
         else if (fit >= 4)

@@ -7,10 +7,10 @@
 
 namespace mk {
 
-template <class Tile> MK_DEVICE void s4_down(const mk_gemm_params &p)
+template <class Tile, class Program = StageProgram<Tile>> MK_DEVICE void s4_down(const mk_gemm_params &p)
 {
     const mk_rank_params &r = p.rank;
-    StageProgram<Tile> program(p, Tile::cols);
+    Program program(p, Tile::cols);
     const StoreRows<SlotRows> epilogue = {{r, program.t.rows, p.shared ? in_local<bf16>(r, r.memory.shared_y) : nullptr, p.num_cols}};
     gemm_cta<Tile>(program, epilogue);
 }
