@@ -16,6 +16,7 @@ typedef struct variant {
     bool quick;                              /* part of --quick */
     bool recompute, two_call, by_pointer, lopsided;
     bool prequantised;                       /* MXFP8 only */
+    bool wide;                               /* and where passes would widen weights */
     int32_t threads;
 } variant;
 
@@ -38,6 +39,7 @@ static const variant variants[] = {
     {"backward in two calls", "none", SMALL, 128, 128, MOK_SAVE_NONE, 0, 1, .quick = false, .two_call = true},
     {"two calls, all rows saved", "all", SMALL, 128, 128, MOK_SAVE_ALL, 0, 1, .quick = false, .two_call = true},
     {"weights quantised before", "ring", SMALL, 128, 128, MOK_SAVE_RING, 0, 1, .quick = true, .prequantised = true},
+    {"weights widened before", "ring", SMALL, 128, 128, MOK_SAVE_RING, 0, 1, .quick = true, .wide = true},
     {"a pointer per expert", "ring", SMALL, 128, 128, MOK_SAVE_RING, 0, 1, .quick = false, .by_pointer = true},
     {"three passes, one workspace", "256", 384, 128, 128, MOK_SAVE_ROWS, 256, 3, .quick = false},
     {"lopsided split of the tokens", "ring", SMALL, 128, 128, MOK_SAVE_RING, 0, 1, .quick = false, .lopsided = true},
@@ -71,7 +73,8 @@ static void inject_fault(const layer_problem *p, layer_result *r, bool last)
 
 static bool is_run(const check_settings *s, const variant *v)
 {
-    return (v->quick || !s->quick) && !(s->forward_only && needs_backward(v)) && (s->cfg.dtype == MOK_MXFP8 || !v->prequantised) &&
+    return (v->quick || !s->quick) && !(s->forward_only && needs_backward(v)) && (s->cfg.dtype == MOK_MXFP8 || !(v->prequantised || v->wide)) &&
+           (s->cfg.backend == MOK_BACKEND_CUDA || !v->wide) &&
            !(v->by_pointer && s->cfg.backend == MOK_BACKEND_CUDA); /* which refuses pointers, for now */
 }
 
@@ -112,7 +115,7 @@ static layer_options options_of(const check_settings *s, const variant *v, int32
                            .ring_rows = v->ring == RING_EVERYTHING ? capacity : v->ring == RING_HALF ? half : v->ring,
                            .minibatch_rows = v->minibatch, .minibatch_rows_bwd = v->minibatch_bwd, .save = v->save, .save_rows = v->save_rows,
                            .cpu_threads = v->threads, .backend = s->cfg.backend, .recompute = v->recompute, .two_call_backward = v->two_call,
-                           .experts_by_pointer = v->by_pointer, .mx_prequantised = v->prequantised, .repeat = v->repeat, .forward_only = s->forward_only, .devices = devices};
+                           .experts_by_pointer = v->by_pointer, .mx_prequantised = v->prequantised, .mx_wide = v->wide, .repeat = v->repeat, .forward_only = s->forward_only, .devices = devices};
 }
 
 /* A call that fails is a difference in everything. */

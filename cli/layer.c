@@ -33,6 +33,7 @@ static mok_status run_pass(layer_rank *job, mok_workspace *w)
     mok_forward_args f = layer_rank_forward(job);
     mok_backward_args b = o->forward_only ? (mok_backward_args)MOK_INIT(mok_backward_args) : layer_rank_backward(job, &f);
     TRY(job->copy_status);
+    TRY(layer_rank_widen(job, &f, &b));
     double start = seconds();
     TRY(mok_schedule(w, &s, NULL));
     TRY(mok_wait(w));
@@ -66,6 +67,8 @@ static mok_status run_workspace(layer_rank *job, mok_workspace *w)
     job->on_device = resolved.backend == MOK_BACKEND_CUDA;
     TRY(layer_rank_alloc_poisoned(w, plan.schedule_bytes, &job->schedule));
     TRY(layer_rank_alloc_poisoned(w, plan.context_bytes, &job->context));
+    for (int i = 0; i < 2 && o->mx_wide && plan.wide_bytes; i++)
+        TRY(layer_rank_alloc_poisoned(w, plan.wide_bytes, &job->wide[i]));
     for (int64_t i = 0; i < (o->repeat ? o->repeat : 1); i++) {
         if (o->before_pass)
             o->before_pass(w, o->user);
@@ -100,6 +103,7 @@ static void run_rank(layer_rank *job)
     cfg.save_rows = o->save_rows;
     cfg.cpu_threads = o->cpu_threads;
     cfg.backend = o->backend;
+    cfg.mx_wide_given = o->mx_wide && cfg.dtype == MOK_MXFP8;
     if (mok_expert_range(cfg.num_experts, o->ranks, job->rank, &job->first_expert, &job->num_experts) == MOK_OK)
         job->status = mok_workspace_create(job->group, &cfg, &w);
     else

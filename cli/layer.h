@@ -40,6 +40,7 @@ typedef struct layer_options {
     bool grads_by_pointer;         /* gradients alone; where weights must be packed */
     int64_t frozen_expert;         /* by pointer: 1 + the expert without gradients; 0: none */
     bool mx_prequantised;          /* MXFP8: routed weights are quantised before, with mok_mx_quantise; not with experts_by_pointer */
+    bool mx_wide;                  /* MXFP8: they are widened before, with mok_mx_widen, where passes would; and the passes get nothing else */
     mok_dtype grad_dtype;
     bool accumulate;               /* gradients add to what the result holds: fill it first */
     uint32_t ready_value;          /* what an expert's flag becomes when its gradients are written; 0: no flags */

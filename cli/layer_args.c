@@ -53,6 +53,8 @@ void layer_rank_free(layer_rank *job)
     free(job->router[1]);
     mok_memory_free(job->w, job->schedule);
     mok_memory_free(job->w, job->context);
+    mok_memory_free(job->w, job->wide[0]);
+    mok_memory_free(job->w, job->wide[1]);
 }
 
 /* --- arguments -------------------------------------------------------------------------------------------------------- */
@@ -322,6 +324,21 @@ mok_backward_args layer_rank_backward(layer_rank *job, const mok_forward_args *f
         b.grads.ready_value = job->options->ready_value;
     }
     return b;
+}
+
+mok_status layer_rank_widen(layer_rank *job, mok_forward_args *f, mok_backward_args *b)
+{
+    mok_mx_widen_args a = MOK_INIT(mok_mx_widen_args);
+    if (!job->wide[0])
+        return MOK_OK;
+    a.weights = f->weights;
+    a.wide = job->wide[0];
+    a.wide_dgrad = job->wide[1];
+    TRY(mok_mx_widen(job->w, &a, NULL));
+    f->wide = b->wide = job->wide[0];
+    b->wide_dgrad = job->wide[1];
+    f->weights.gate = f->weights.up = f->weights.down = b->weights.gate = b->weights.up = b->weights.down = (mok_weight){.packed = NULL};
+    return MOK_OK;
 }
 
 void layer_rank_free_tables(layer_rank *job)

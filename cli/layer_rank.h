@@ -30,6 +30,7 @@ typedef struct layer_rank {
     uint8_t *pair[4];  /* unless gate and up are separate: weights and gradients of both in one matrix, routed, then shared; made once */
     uint16_t *router[2]; /* router weights and their gradients in bf16, if they are to be; made once */
     uint8_t *mx[3];    /* gate, up, down: elements, scales, transposed elements, transposed scales behind each other; made once */
+    void *wide[2];     /* routed weights widened: for the forward, for dgrad; null: the passes widen them */
     mok_status status;
     char error[512];
 } layer_rank;
@@ -46,6 +47,8 @@ typedef struct layer_rank {
 mok_schedule_args layer_rank_schedule(layer_rank *job);
 mok_forward_args layer_rank_forward(layer_rank *job);
 mok_backward_args layer_rank_backward(layer_rank *job, const mok_forward_args *f);
+/* With options.mx_wide: widens the routed weights that f and b name, and gives both nothing else. */
+mok_status layer_rank_widen(layer_rank *job, mok_forward_args *f, mok_backward_args *b);
 /* Memory of the backend, every byte 0xff. */
 mok_status layer_rank_alloc_poisoned(mok_workspace *w, int64_t bytes, void **memory);
 /* Results into the caller's arrays, in the caller's formats. */

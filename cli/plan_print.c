@@ -12,14 +12,18 @@ static double link_seconds(const plan_view *v, const mok_pass_plan *pass) { retu
 /* Of what is known: fmax ignores a NaN. */
 static double floor_seconds(const plan_view *v, const mok_pass_plan *pass) { return fmax(compute_seconds(v, pass), link_seconds(v, pass)); }
 
+enum { NUM_GROUPS = 5 };
+
 static int64_t group_bytes(const mok_plan *p, mok_memory_kind kind)
 {
-    return kind == MOK_MEM_HEAP ? p->heap_bytes : kind == MOK_MEM_LOCAL ? p->local_bytes : kind == MOK_MEM_SCHEDULE ? p->schedule_bytes : p->context_bytes;
+    const int64_t bytes[NUM_GROUPS] = {p->heap_bytes, p->local_bytes, p->schedule_bytes, p->context_bytes, p->wide_bytes};
+    return bytes[kind];
 }
 
-static const char *const group_names[] = {"heap", "local", "schedule", "context"};
+static const char *const group_names[] = {"heap", "local", "schedule", "context", "weights"};
 static const char *const group_texts[] = {"symmetric heap: peers read and write it", "the rest of the workspace",
-                                          "the caller's, one per routing alive", "the caller's, one per forward whose backward is still to come"};
+                                          "the caller's, one per routing alive", "the caller's, one per forward whose backward is still to come",
+                                          "the caller's, for each quantisation of a layer's weights, if kept widened (mok_mx_widen)"};
 
 /* ----------------------------------------------------------------------------------------------------------- JSON -- */
 
@@ -50,7 +54,7 @@ static int64_t quantised_bytes(const plan_view *v)
 static void memory_json(json_writer *w, const plan_view *v)
 {
     json_begin_object(w, "memory");
-    for (int k = 0; k < 4; k++) {
+    for (int k = 0; k < NUM_GROUPS; k++) {
         char key[32];
         snprintf(key, sizeof key, "%s_bytes", group_names[k]);
         json_int(w, key, group_bytes(&v->plan, (mok_memory_kind)k));
@@ -135,7 +139,7 @@ static void print_memory(const plan_view *v)
     term_table t;
     printf("\n");
     term_table_start(&t, "llr", (const char *[]){"memory", "buffer", "bytes"});
-    for (int k = 0; k < 4; k++) {
+    for (int k = 0; k < NUM_GROUPS; k++) {
         for (int32_t i = 0; i < v->num_buffers; i++)
             if ((int)v->buffers[i].kind == k) {
                 term_table_cell(&t, "%s", group_names[k]);
@@ -146,7 +150,7 @@ static void print_memory(const plan_view *v)
     term_table_print(&t, stdout);
     printf("\n");
     term_table_start(&t, "lrl", (const char *[]){"memory", "total", "what"});
-    for (int k = 0; k < 4; k++) {
+    for (int k = 0; k < NUM_GROUPS; k++) {
         term_table_cell(&t, "%s", group_names[k]);
         term_table_cell(&t, "%s", term_bytes((double)group_bytes(&v->plan, (mok_memory_kind)k)).text);
         term_table_cell(&t, "%s", group_texts[k]);

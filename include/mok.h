@@ -166,6 +166,7 @@ typedef struct mok_config {
     mok_backend_id backend;        /* auto: cuda if the group has GPUs, else cpu */
     int32_t cpu_threads;           /* cpu backend: threads of this rank; 0 = cores / ranks of this process, at least 1 */
     int64_t timeout_ms;            /* longest wait for another rank, and of a kernel for work of its own GPU inside a pass; 0 = 600 000 */
+    bool mx_wide_given;            /* MXFP8: every pass is given the widened weights that it reads (mok_mx_widen): no room for them in the workspace */
 } mok_config;
 
 /* ---------------------------------------------------------------------------------------------------------------------
@@ -181,6 +182,7 @@ typedef enum mok_memory_kind {
     MOK_MEM_LOCAL = 1,     /* the rest of the workspace */
     MOK_MEM_SCHEDULE = 2,  /* caller's, one per routing that is alive */
     MOK_MEM_CONTEXT = 3,   /* caller's, one per forward whose backward is still to come */
+    MOK_MEM_WEIGHTS = 4,   /* caller's, one per version of a layer's weights and quantisation, if they are kept widened: mok_mx_widen */
 } mok_memory_kind;
 
 typedef struct mok_buffer_info {
@@ -206,6 +208,7 @@ typedef struct mok_plan {
     int64_t smallest_ring_rows;           /* two minibatches */
     int64_t heap_bytes, local_bytes, schedule_bytes, context_bytes;
     mok_pass_plan forward, backward;
+    int64_t wide_bytes;                   /* of one quantisation of the routed weights, widened: mok_mx_widen; 0: passes do not widen weights */
 } mok_plan;
 
 /* What `rank` of `num_ranks` gets from `cfg` on a machine with `num_sms` multiprocessors (0: 132) and tiles of
@@ -304,7 +307,8 @@ MOK_API mok_status mok_workspace_plan(const mok_workspace *workspace, mok_plan *
  *   quantised  by mok_mx_quantise or as it does: `packed` e4m3 [El, rows, cols] with `scales`, blocks along cols; `transposed` e4m3
  *              [El, cols, rows] with `transposed_scales`, blocks along rows. For MOK_WEIGHT_NK, gate and up separate or combined. The forward
  *              and recompute read packed and scales; the backward the transposed pair and, of gate and up unless all rows are saved
- *              (MOK_SAVE_ALL), packed and scales too. What is not read may be NULL. Bits are those of the bf16 original's. */
+ *              (MOK_SAVE_ALL), packed and scales too. What is not read may be NULL. Bits are those of the bf16 original's.
+ * A pass that is given a quantisation of the routed weights widened (`wide`, mok_mx_widen) reads nothing of it here. */
 typedef struct mok_weight {
     const void *packed;
     const void *const *experts;
@@ -361,6 +365,7 @@ typedef struct mok_forward_args {
     mok_weights weights;
     void *context;              /* out: plan.context_bytes bytes, 256-byte aligned; NULL = no backward will follow */
     void *out;                  /* out: [T, H] bf16 */
+    const void *wide;           /* MXFP8: routed weights as mok_mx_widen made them, or NULL: the pass widens them itself */
 } mok_forward_args;
 MOK_API mok_status mok_forward(mok_workspace *workspace, const mok_forward_args *args, void *stream);
 
@@ -389,6 +394,7 @@ typedef struct mok_backward_args {
     void *dx;                   /* out: [T, H] bf16 */
     void *drouter_weights;      /* out: [T, K] of config.router_dtype; 0 for dropped routes. NULL = not wanted */
     mok_grads grads;            /* out; all-zero = no weight gradients */
+    const void *wide, *wide_dgrad; /* as in the forward; `wide` is read unless all rows are saved (MOK_SAVE_ALL) */
 } mok_backward_args;
 MOK_API mok_status mok_backward(mok_workspace *workspace, const mok_backward_args *args, void *stream);
 
@@ -417,6 +423,17 @@ typedef struct mok_mx_quantise_args {
 /* Not collective; the same bits on every backend. cpu: has finished when it returns. cuda: on the stream, of the device that the memory is
  * of; blocks if not_finite is asked for. */
 MOK_API mok_status mok_mx_quantise(const mok_mx_quantise_args *args, void *stream);
+/* Where matrix units multiply bf16 (Hopper), a pass needs the routed weights widened: numbers of e4m3 times their scales, as bf16. It makes them anew
+ * each time, in the workspace, unless it is given them: made here once per version of the weights, kept by the caller. The same bits. */
+typedef struct mok_mx_widen_args {
+    uint32_t struct_size, api_version;
+    mok_weights weights;  /* the routed ones, as a pass takes them: bf16 or quantised. One that is not given (in that quantisation) is left out */
+    void *wide;           /* out or NULL: for forward, recompute and replayed rows: plan.wide_bytes bytes, 256-byte aligned */
+    void *wide_dgrad;     /* out or NULL: for the backward, as many */
+} mok_mx_widen_args;
+/* On the stream, behind what it holds; not collective, and uses no memory of the workspace, whose configuration alone counts. Where plan.wide_bytes
+ * is 0 (cpu; BF16; chips that multiply MXFP8 as it is) nothing is to be done, and wide and wide_dgrad must be NULL, here and in passes. */
+MOK_API mok_status mok_mx_widen(mok_workspace *workspace, const mok_mx_widen_args *args, void *stream);
 /* Bytes of the scales of one [rows, cols] matrix with blocks along cols; 0 if a size is below 0 or no multiple of 32. */
 MOK_API int64_t mok_mx_scale_bytes(int64_t rows, int64_t cols);
 

@@ -97,7 +97,7 @@ class Config(_Versioned):
         + _fields(c_int64, "ring_rows minibatch_rows minibatch_rows_bwd")
         + [("save", _ENUM), ("save_rows", c_int64), ("save_x", c_bool)]
         + _fields(c_int32, "comm_sms comm_sms_bwd reserve_sms")
-        + [("backend", _ENUM), ("cpu_threads", c_int32), ("timeout_ms", c_int64)]
+        + [("backend", _ENUM), ("cpu_threads", c_int32), ("timeout_ms", c_int64), ("mx_wide_given", c_bool)]
     )
 
 
@@ -115,6 +115,7 @@ class Plan(_Versioned):
         + _fields(c_int64, "experts_first experts_count balanced_rows capacity_rows row_tile ring_rows saved_rows smallest_ring_rows")
         + _fields(c_int64, "heap_bytes local_bytes schedule_bytes context_bytes")
         + _fields(PassPlan, "forward backward")
+        + [("wide_bytes", c_int64)]
     )
 
 
@@ -162,7 +163,7 @@ class ForwardArgs(_Versioned):
         + [("layer", c_uint64), ("num_tokens", c_int64)]
         + _fields(c_void_p, "schedule x router_weights")
         + [("weights", Weights)]
-        + _fields(c_void_p, "context out")
+        + _fields(c_void_p, "context out wide")
     )
 
 
@@ -174,6 +175,7 @@ class BackwardArgs(_Versioned):
         + [("weights", Weights), ("parts", _ENUM)]
         + _fields(c_void_p, "dx drouter_weights")
         + [("grads", Grads)]
+        + _fields(c_void_p, "wide wide_dgrad")
     )
 
 
@@ -211,6 +213,10 @@ class MxQuantiseArgs(_Versioned):
     )
 
 
+class MxWidenArgs(_Versioned):
+    _fields_ = _HEAD + [("weights", Weights)] + _fields(c_void_p, "wide wide_dgrad")
+
+
 class BackendInfo(_Versioned):
     _fields_ = _HEAD + [("id", _ENUM), ("name", c_char * 32), ("usable", c_bool), ("detail", c_char * 480), ("num_devices", c_int32)]
 
@@ -223,7 +229,7 @@ WEIGHT_LAYOUT = {"nk": 0, "kn": 1}
 SAVE = {"auto": 0, "none": 1, "ring": 2, "all": 3}
 SAVE_ROWS = 4
 BACKWARD_ALL, BACKWARD_DATA, BACKWARD_WEIGHTS = 0, 1, 2
-MEM_HEAP, MEM_LOCAL, MEM_SCHEDULE, MEM_CONTEXT = 0, 1, 2, 3
+MEM_HEAP, MEM_LOCAL, MEM_SCHEDULE, MEM_CONTEXT, MEM_WEIGHTS = 0, 1, 2, 3, 4
 
 # name -> (result, arguments); opaque handles are void pointers.
 _FUNCTIONS = {
@@ -265,6 +271,7 @@ _FUNCTIONS = {
     "mok_trace_kind_group": (c_char_p, [c_int32]),
     "mok_doctor": (_ENUM, [POINTER(Finding), POINTER(c_int32)]),
     "mok_mx_quantise": (_ENUM, [POINTER(MxQuantiseArgs), c_void_p]),
+    "mok_mx_widen": (_ENUM, [c_void_p, POINTER(MxWidenArgs), c_void_p]),
     "mok_mx_scale_bytes": (c_int64, [c_int64, c_int64]),
     "mok_set_log": (None, [c_void_p, c_void_p]),
     "mok_backend_query": (_ENUM, [c_int32, POINTER(BackendInfo)]),

@@ -41,7 +41,7 @@ class MoE(nn.Module):
     group                 process group, mok.Group, or None: all experts in this process
     max_tokens            largest number of tokens of any rank in any call; needed by torch.compile and CUDA graphs
     dtype                 of the parameters: bfloat16; float32 works under autocast. "mxfp8": bfloat16 parameters, routed experts that compute on e4m3
-                          in blocks of 32 (mx_wgrad_bf16=True: but for the weight gradients)
+                          in blocks of 32 (mx_wgrad_bf16=True: but for the weight gradients; mx_keep_wide=False: no widened weights are kept, on Hopper)
     gate_up               "separate": gate and up [El, I, H]; "combined": gate [El, 2I, H], gate above up; "interleaved": rows alternate
     per_expert            a parameter for each expert instead of one for all
     save                  gate/up activations kept for the backward: "ring", "all", "none" or a number of rows

@@ -1,7 +1,7 @@
 """MXFP8 weights: quantised by the library, and kept as long as the weight is the same.
 
-A microbatch loop and recompute read the same weights again and again; they are quantised once, when a pass first needs that quantisation. A kept one
-is used only if PyTorch's version counter of the weight says that nobody has written to it since, and all are forgotten when a torch optimizer has made
+A microbatch loop and recompute read the same weights again and again; they are quantised once, when a pass first needs that quantisation; where the
+chip's products read bf16 (Hopper) they are widened once, and only that is kept. A kept one is used only if PyTorch's version counter of the weight says that nobody has written to it since, and all are forgotten when a torch optimizer has made
 its step (frameworks write through `.data`, which the counter does not see). Who writes in yet another way says so: mok.weights_changed().
 """
 
@@ -71,7 +71,7 @@ made = 0  # quantisations so far, for tests and statistics
 def cached(weight: torch.Tensor, normal: bool, transposed: bool) -> Quantised:
     """quantise(), or what it gave before for the same contents."""
     global made
-    if weight.is_inference():  # such tensors have no version counter
+    if weight.is_inference() or (weight.is_cuda and torch.cuda.is_current_stream_capturing()):  # no version counter; replayed with other contents
         made += 1
         return quantise(weight, normal, transposed)
     key = (weight.data_ptr(), tuple(weight.shape), weight.device)
@@ -96,14 +96,75 @@ def _forget(key: tuple) -> None:
         del _kept[key]
 
 
+# --- widened weights, where products read bf16 (Hopper) -----------------------------------------------------------------
+@dataclasses.dataclass
+class _KeptWide:
+    owners: list[weakref.ref]  # of the tensors that were widened, in order
+    versions: list[int]
+    with_down: bool
+    memory: torch.Tensor
+
+    def is_of(self, sources: list[torch.Tensor]) -> bool:
+        """`sources` may leave out the down weight's, which come last."""
+        owners = [owner() for owner in self.owners]
+        return len(sources) <= len(owners) and all(
+            owner is not None and owner.data_ptr() == source.data_ptr() and version == source._version == owner._version
+            for owner, version, source in zip(owners, self.versions, sources)
+        )
+
+
+_wide: dict[tuple, _KeptWide] = {}
+
+
+def _sources(weight, dgrad: bool) -> list[torch.Tensor]:
+    """What the quantisation for the forward, or for dgrad, of a routed weight is made of; nothing if it is not at hand."""
+    if weight is None or isinstance(weight, torch.Tensor):
+        return [] if weight is None else [weight]
+    tensors = list(weight.tensors()[2:] if dgrad else weight.tensors()[:2]) if isinstance(weight, Quantised) else list(weight)
+    return [] if any(t is None for t in tensors) else tensors
+
+
+def wide(workspace, weights, dgrad: bool) -> torch.Tensor:
+    """One quantisation of the routed weights, widened (workspace.widen), or what was made before of the same contents. In a graph that is being captured
+    it is always made: the graph will be replayed when weights have changed."""
+    global made
+    gate_up, down = _sources(weights.gate, dgrad) + _sources(weights.up, dgrad), _sources(weights.down, dgrad)
+    sources = gate_up + down
+    key = (workspace.wide_layout(), dgrad, *(t.data_ptr() for t in gate_up))
+    keep = not any(t.is_inference() for t in sources) and not (workspace.device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+    kept = _wide.get(key) if keep else None
+    if kept is not None and kept.with_down >= bool(down) and kept.is_of(sources):
+        return kept.memory
+    memory = workspace.widen(weights, dgrad)
+    made += sum(bool(_sources(w, dgrad)) for w in (weights.gate, weights.up, weights.down))
+    if keep:
+        _wide[key] = _KeptWide([weakref.ref(t, lambda _: _forget_wide(key)) for t in sources], [t._version for t in sources], bool(down), memory)
+    return memory
+
+
+def _forget_wide(key: tuple) -> None:
+    kept = _wide.get(key)
+    if kept is not None and any(owner() is None for owner in kept.owners):
+        del _wide[key]
+
+
+def kept_bytes() -> int:
+    """Of quantised and widened weights that are kept now."""
+    tensors = [t for kept in _kept.values() for t in kept.quantised.tensors() if t is not None] + [kept.memory for kept in _wide.values()]
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
 def weights_changed(*weights: torch.Tensor) -> None:
     """MXFP8: these weights (none given: all) were written in a way that PyTorch's version counter does not see, such as through `.data` or by a kernel
     of one's own; they are quantised again when they are next used. In-place operations, load_state_dict and torch's optimizers need no call."""
     if not weights:
         _kept.clear()
+        _wide.clear()
     for weight in weights:
         for key in [k for k in _kept if k[0] == weight.data_ptr()]:
             del _kept[key]
+        for key in [k for k, kept in _wide.items() if any(owner() is not None and owner().data_ptr() == weight.data_ptr() for owner in kept.owners)]:
+            del _wide[key]
 
 
 register_optimizer_step_post_hook(lambda *_: weights_changed())

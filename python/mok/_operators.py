@@ -30,10 +30,12 @@ ROUTED = ("gate", "up", "down")
 SHARED = ("shared_gate", "shared_up", "shared_down", "shared_output_gate")
 
 
-def _layer_weights(shape, packed: bool, backward: bool, gate, up, down, *shared) -> LayerWeights:
-    """MXFP8: what the pass reads of each packed weight, quantised or kept from before. Other layouts the library quantises as it reads them."""
+def _layer_weights(workspace, packed: bool, backward: bool, gate, up, down, *shared) -> LayerWeights:
+    """MXFP8: what the pass reads of each packed weight, quantised or kept from before. Other layouts the library quantises as it reads them, and where
+    passes are given widened weights, those are made of the bf16 ones."""
+    shape = workspace.shape
     routed = [(dense(w[0]) if w else None) if packed else ([dense(e) for e in w] or None) for w in (gate, up, down)]
-    if shape.dtype == "mxfp8" and packed and shape.gate_up != "interleaved" and shape.weight_layout == "nk" and routed[0] is not None and routed[0].numel():
+    if shape.dtype == "mxfp8" and not workspace.keeps_wide and packed and shape.gate_up != "interleaved" and shape.weight_layout == "nk" and routed[0] is not None and routed[0].numel():
         routed = [None if w is None else _mx.cached(w, not (backward and name == "down"), backward) for name, w in zip(ROUTED, routed)]
     return LayerWeights(*routed, *(None if w is None else dense(w) for w in shared))
 
@@ -50,7 +52,7 @@ def _schedule_with_counts(expert_ids: Tensor, engine: str, layer: int):
 
 def _layer(x, router_weights, schedule, gate, up, down, shared_gate, shared_up, shared_down, shared_output_gate, engine, layer, packed, keep, recompute, sink):
     workspace = _engine.by_handle(engine).workspace(x.shape[0])
-    weights = _layer_weights(workspace.shape, packed, False, gate, up, down, shared_gate, shared_up, shared_down, shared_output_gate)
+    weights = _layer_weights(workspace, packed, False, gate, up, down, shared_gate, shared_up, shared_down, shared_output_gate)
     out, context = workspace.forward(schedule, dense(x), router_weights, weights, keep and not recompute, layer)
     return out, context if context is not None else x.new_empty(0, dtype=torch.uint8)
 
@@ -58,7 +60,7 @@ def _layer(x, router_weights, schedule, gate, up, down, shared_gate, shared_up, 
 def _layer_backward(dout, x, router_weights, schedule, context, gate, up, down, shared_gate, shared_up, shared_down, shared_output_gate, engine, layer, packed,
                     recompute, want_router, wanted, sink):
     workspace = _engine.by_handle(engine).workspace(x.shape[0])
-    weights = _layer_weights(workspace.shape, packed, True, gate, up, down, shared_gate, shared_up, shared_down, shared_output_gate)
+    weights = _layer_weights(workspace, packed, True, gate, up, down, shared_gate, shared_up, shared_down, shared_output_gate)
     x = dense(x)
     if recompute:
         context = workspace.recompute(schedule, x, weights, layer)

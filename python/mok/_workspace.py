@@ -15,6 +15,7 @@ import torch
 
 from . import _library as lib
 from ._group import Group
+from . import _mx
 from ._mx import Quantised
 
 ALIGNMENT = 256  # of schedule and context memory
@@ -40,6 +41,7 @@ class Shape:
     weight_layout: str = "nk"
     dtype: str = "bf16"  # or "mxfp8": of the routed experts
     mx_wgrad_bf16: bool = False  # mxfp8: weight gradients from bf16 operands
+    mx_keep_wide: bool = True  # mxfp8 on Hopper: widened weights are kept, 4 bytes for each; False: every pass widens them anew, in the workspace
     save: str | int = "auto"
     ring_rows: int = 0
     minibatch_rows: int = 0
@@ -56,6 +58,7 @@ class Shape:
             setattr(c, name, whole_number(name, getattr(self, name)))
         c.shared_gate = bool(self.shared_gate)
         c.mx_wgrad_bf16 = bool(self.mx_wgrad_bf16)
+        c.mx_wide_given = bool(self.mx_keep_wide) and self.dtype == "mxfp8"
         c.swiglu_limit = self.swiglu_limit or 0.0
         c.router_dtype = choice("router_dtype", self.router_dtype, {torch.float32: lib.FP32, torch.bfloat16: lib.BF16})
         c.dtype = choice("dtype", self.dtype, {"bf16": lib.BF16, torch.bfloat16: lib.BF16, "mxfp8": lib.MXFP8})
@@ -155,6 +158,7 @@ class Workspace:
         lib.check(library.mok_workspace_config(handle, byref(self.config)))
         lib.check(library.mok_workspace_plan(handle, byref(self.plan)))
         self.first_expert, self.num_experts = self.plan.experts_first, self.plan.experts_count
+        self.keeps_wide = bool(self.plan.wide_bytes and self.config.mx_wide_given)  # passes are given widened weights
         self._library, self._tables, self._structs = library, {}, {}
         # Without other ranks nobody needs to be met: it goes with the object. With other ranks only close() may end it, as
         # garbage collection comes at a different time on each rank.
@@ -196,6 +200,8 @@ class Workspace:
         saved = allocate(self.plan.context_bytes, self.device) if context else None
         args.layer, args.num_tokens, args.schedule, args.x = layer, x.shape[0], schedule.data_ptr(), x.data_ptr()
         args.router_weights, args.out, args.context = router_weights.data_ptr(), out.data_ptr(), saved.data_ptr() if context else None
+        wide = _mx.wide(self, weights, False) if self.keeps_wide else None
+        args.wide = _address(wide)
         self._call("mok_forward", reference)
         return out, saved
 
@@ -205,6 +211,8 @@ class Workspace:
         schedule, saved = aligned(schedule), allocate(self.plan.context_bytes, self.device)
         args.layer, args.num_tokens, args.schedule, args.x, args.context = layer, x.shape[0], schedule.data_ptr(), x.data_ptr(), saved.data_ptr()
         args.router_weights = args.out = None
+        wide = _mx.wide(self, weights, False) if self.keeps_wide else None
+        args.wide = _address(wide)
         self._call("mok_recompute", reference)
         return saved
 
@@ -224,9 +232,26 @@ class Workspace:
             if want_router:
                 drouter = torch.empty_like(router_weights, memory_format=torch.contiguous_format)
                 args.drouter_weights = drouter.data_ptr()
+        replays = self.plan.saved_rows < self.plan.capacity_rows
+        wide = _mx.wide(self, weights, False) if self.keeps_wide and replays else None
+        wide_dgrad = _mx.wide(self, weights, True) if self.keeps_wide else None
+        args.wide, args.wide_dgrad = _address(wide), _address(wide_dgrad)
         self._call("mok_backward", reference)
         del alive
         return dx, drouter
+
+    def wide_layout(self) -> tuple:
+        """What the memory of widen() depends on, but for the weights."""
+        return self.num_experts, self.shape.hidden, self.shape.intermediate, self.shape.gate_up
+
+    def widen(self, weights: LayerWeights, dgrad: bool) -> torch.Tensor:
+        """MXFP8 on Hopper: the routed weights as products read them, for the forward or for dgrad; what is None is left out."""
+        memory, args = allocate(self.plan.wide_bytes, self.device), lib.MxWidenArgs()
+        alive = [self._point(getattr(args.weights, name), getattr(weights, name)) for name in ("gate", "up", "down")]
+        setattr(args, "wide_dgrad" if dgrad else "wide", memory.data_ptr())
+        self._call("mok_mx_widen", byref(args))
+        del alive
+        return memory
 
     def refuse(self, before_schedule: bool, layer: int = 0) -> None:
         """Lets the other ranks' next schedule or forward fail with this rank's name."""

@@ -56,22 +56,42 @@ static mok_status check_mx_weight(const mok_workspace *w, const char *name, cons
     return MOK_OK;
 }
 
-static mok_status check_routed_weights(const mok_workspace *w, const mok_weights *weights, bool down, bool backward)
+/* Which routed weights a call reads: what the forward multiplies with of gate and up, and of down; what dgrad does, of all. In BF16 those are one. */
+typedef struct weight_reads { bool gate_up, down, dgrad; } weight_reads;
+
+static mok_status check_routed_weights(const mok_workspace *w, const mok_weights *weights, weight_reads reads)
 {
-    bool routed = w->dims.experts_count > 0, separate = w->config.gate_up == MOK_GATE_UP_SEPARATE, mx = w->dims.mx;
-    bool again = !backward || w->dims.saved_tiles < w->dims.capacity_tiles; /* gate and up are multiplied with x */
+    bool routed = w->dims.experts_count > 0, separate = w->config.gate_up == MOK_GATE_UP_SEPARATE, gate_up = routed && (reads.gate_up || reads.dgrad);
     const struct { const char *name; const mok_weight *weight; bool needed, normal; } all[] = {
-        {"gate", &weights->gate, routed, again}, {"up", &weights->up, routed && separate, again}, {"down", &weights->down, routed && down, !backward}};
+        {"gate", &weights->gate, gate_up, reads.gate_up}, {"up", &weights->up, gate_up && separate, reads.gate_up},
+        {"down", &weights->down, routed && (reads.down || reads.dgrad), reads.down}};
     for (int i = 0; i < 3; i++)
-        MK_TRY(mx ? check_mx_weight(w, all[i].name, all[i].weight, all[i].needed, all[i].normal, backward)
-                  : check_weight(all[i].name, all[i].weight, all[i].needed));
+        MK_TRY(w->dims.mx ? check_mx_weight(w, all[i].name, all[i].weight, all[i].needed, all[i].normal, reads.dgrad)
+                          : check_weight(all[i].name, all[i].weight, all[i].needed));
     return MOK_OK;
 }
 
-static mok_status check_weights(const mok_workspace *w, const mok_weights *weights, bool down, bool backward)
+/* One quantisation of the routed weights, widened; read: the call multiplies with it. */
+static mok_status check_wide(const mok_workspace *w, const char *name, const void *wide, bool read)
+{
+    if (wide && !w->plan.wide_bytes)
+        return mk_fail(MOK_E_ARG, "%s is given, but plan.wide_bytes is 0: here passes read no widened weights", name);
+    return check_block(name, wide, read && w->dims.mx_wide_given && w->plan.wide_bytes);
+}
+
+/* Takes out of `reads` what comes widened. */
+static mok_status check_both_wide(const mok_workspace *w, const void *wide, const void *wide_dgrad, weight_reads *reads)
+{
+    MK_TRY(check_wide(w, "wide", wide, reads->gate_up || reads->down));
+    MK_TRY(check_wide(w, "wide_dgrad", wide_dgrad, reads->dgrad));
+    *reads = (weight_reads){reads->gate_up && !wide, reads->down && !wide, reads->dgrad && !wide_dgrad};
+    return MOK_OK;
+}
+
+static mok_status check_weights(const mok_workspace *w, const mok_weights *weights, bool down, weight_reads reads)
 {
     bool shared = w->dims.shared_intermediate > 0, separate = w->config.gate_up == MOK_GATE_UP_SEPARATE;
-    MK_TRY(check_routed_weights(w, weights, down, backward));
+    MK_TRY(check_routed_weights(w, weights, reads));
     MK_TRY(check_weight("shared_gate", &weights->shared_gate, shared));
     MK_TRY(check_weight("shared_up", &weights->shared_up, shared && separate));
     MK_TRY(check_weight("shared_down", &weights->shared_down, shared && down));
@@ -114,18 +134,21 @@ static mok_status check_schedule_args(const mok_workspace *w, const mok_schedule
 static mok_status check_forward_args(const mok_workspace *w, const mok_forward_args *a, bool recompute)
 {
     bool tokens = a->num_tokens > 0;
+    weight_reads reads = {.gate_up = true, .down = !recompute};
     MK_TRY(check_tokens(w, a->num_tokens));
     MK_TRY(check_block("schedule", a->schedule, true));
     MK_TRY(check_block("context", a->context, recompute));
     MK_TRY(check_pointer("x", a->x, tokens));
     MK_TRY(check_pointer("router_weights", a->router_weights, tokens && !recompute));
     MK_TRY(check_pointer("out", a->out, tokens && !recompute));
-    return check_weights(w, &a->weights, !recompute, false);
+    MK_TRY(check_both_wide(w, a->wide, NULL, &reads));
+    return check_weights(w, &a->weights, !recompute, reads);
 }
 
 static mok_status check_backward_args(const mok_workspace *w, const mok_backward_args *a)
 {
     bool tokens = a->num_tokens > 0;
+    weight_reads reads = {.gate_up = w->dims.saved_tiles < w->dims.capacity_tiles, .dgrad = true}; /* gate and up: for replayed rows */
     if (a->parts < MOK_BACKWARD_ALL || a->parts > MOK_BACKWARD_WEIGHTS)
         return mk_fail(MOK_E_ARG, "parts is %d: it must be MOK_BACKWARD_ALL, _DATA or _WEIGHTS", (int)a->parts);
     MK_TRY(check_tokens(w, a->num_tokens));
@@ -135,7 +158,8 @@ static mok_status check_backward_args(const mok_workspace *w, const mok_backward
     MK_TRY(check_pointer("x", a->x, tokens));
     MK_TRY(check_pointer("router_weights", a->router_weights, tokens));
     MK_TRY(check_pointer("dx", a->dx, tokens && a->parts != MOK_BACKWARD_WEIGHTS));
-    MK_TRY(check_weights(w, &a->weights, true, true));
+    MK_TRY(check_both_wide(w, a->wide, a->wide_dgrad, &reads));
+    MK_TRY(check_weights(w, &a->weights, true, reads));
     return check_grads(w, &a->grads);
 }
 
@@ -192,6 +216,18 @@ mok_status mok_backward(mok_workspace *w, const mok_backward_args *args, void *s
     call.layer = call.backward.layer;
     call.num_tokens = call.backward.num_tokens;
     return run(w, &call, status, stream);
+}
+
+mok_status mok_mx_widen(mok_workspace *w, const mok_mx_widen_args *args, void *stream)
+{
+    mok_mx_widen_args a;
+    if (!w)
+        return mk_fail(MOK_E_ARG, "workspace is NULL");
+    MK_TRY(mk_read_struct("mok_mx_widen_args", args, &a, sizeof a));
+    MK_TRY(check_wide(w, "wide", a.wide, false));
+    MK_TRY(check_wide(w, "wide_dgrad", a.wide_dgrad, false));
+    MK_TRY(check_routed_weights(w, &a.weights, (weight_reads){.gate_up = false})); /* none is needed */
+    return a.wide || a.wide_dgrad ? w->backend->mx_widen(w, &a, stream) : MOK_OK;
 }
 
 mok_status mok_refuse(mok_workspace *w, mok_call_kind call, uint64_t layer, const char *sentence, void *stream)

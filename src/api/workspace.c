@@ -79,6 +79,7 @@ static mok_status resolve(mok_group *group, const mok_config *cfg, mok_workspace
     if (w->config.dtype == MOK_MXFP8 && !w->backend->mxfp8)
         return mk_fail(MOK_E_UNSUPPORTED, "dtype MOK_MXFP8: backend %s does not compute in it yet; use MOK_BF16, or backend cpu", w->backend->name);
     mk_machine machine = mk_default_machine(w->config.backend);
+    machine.scaled = w->backend->scaled && w->backend->scaled(group);
     MK_TRY(mk_resolve(&w->config, group->size, group->rank, machine, &w->dims));
     mk_memory_map(&w->dims, &w->memory, NULL);
     mk_fill_plan(&w->config, &w->dims, &w->memory, machine, &w->plan);

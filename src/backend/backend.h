@@ -49,11 +49,15 @@ typedef struct mk_backend {
     mok_status (*memory_copy)(mok_workspace *w, void *to, const void *from, size_t bytes);
     /* mok_mx_quantise, its arguments checked. NULL: this backend does not do it. */
     mok_status (*mx_quantise)(const mok_mx_quantise_args *args, void *stream);
+    /* mok_mx_widen, its arguments checked; NULL: plan.wide_bytes is always 0. */
+    mok_status (*mx_widen)(mok_workspace *w, const mok_mx_widen_args *args, void *stream);
     /* mok_stage_times_start, mok_stage_times_read; NULL: it has none. */
     mok_status (*stage_times_start)(mok_workspace *w);
     mok_status (*stage_times_read)(mok_workspace *w, struct mok_stage_time *times, int32_t *count);
     /* mok_link_move; NULL: it has no link to measure. */
     mok_status (*link_move)(mok_workspace *w, const struct mok_link_args *args, void *stream, struct mok_link_result *result);
+    /* Of the group's device: its tensor cores multiply MXFP8 as it is. NULL: no. */
+    bool (*scaled)(const mok_group *group);
     bool mxfp8; /* its layers compute in MXFP8 too */
 } mk_backend;
 

@@ -13,8 +13,8 @@ static const int64_t max_minibatch = 1 << 20;
 mk_machine mk_default_machine(mok_backend_id backend)
 {
     if (backend == MOK_BACKEND_CPU)
-        return (mk_machine){0, MK_ROW_TILE, 256};
-    return (mk_machine){132, MK_ROW_TILE, 256};
+        return (mk_machine){0, MK_ROW_TILE, 256, false};
+    return (mk_machine){132, MK_ROW_TILE, 256, false};
 }
 
 typedef struct { uint32_t struct_size, api_version; } struct_head;
@@ -114,6 +114,8 @@ static mok_status check_options(const mok_config *c)
         return mk_fail(MOK_E_ARG, "dtype is MOK_FP32: a layer computes in MOK_BF16 or MOK_MXFP8");
     if (c->mx_wgrad_bf16 && c->dtype != MOK_MXFP8)
         return mk_fail(MOK_E_ARG, "mx_wgrad_bf16 is set, but dtype is not MOK_MXFP8: the weight gradients are of bf16 operands anyway");
+    if (c->mx_wide_given && c->dtype != MOK_MXFP8)
+        return mk_fail(MOK_E_ARG, "mx_wide_given is set, but dtype is not MOK_MXFP8: weights are not widened");
     if (c->activation != MOK_ACT_SWIGLU)
         return mk_fail(MOK_E_UNSUPPORTED, "activation %d is not implemented yet: use MOK_ACT_SWIGLU", (int)c->activation);
     if (c->expert_bias)
@@ -226,6 +228,7 @@ mok_status mk_resolve(mok_config *c, int32_t num_ranks, int32_t rank, mk_machine
     d->experts_count = mk_expert_first(c->num_experts, num_ranks, rank + 1) - d->experts_first;
     d->mx = c->dtype == MOK_MXFP8;
     d->mx_wide = d->mx && machine.num_sms > 0;
+    d->mx_wide_given = d->mx_wide && !machine.scaled && c->mx_wide_given;
     d->mx_wgrad = d->mx && !c->mx_wgrad_bf16;
     d->ring_tiles = c->ring_rows / MK_ROW_TILE;
     d->mb_tiles_fwd = c->minibatch_rows / MK_ROW_TILE;
@@ -250,6 +253,7 @@ void mk_fill_plan(const mok_config *c, const mk_dims *d, const mk_memory *memory
     plan->local_bytes = memory->local_bytes;
     plan->schedule_bytes = memory->schedule_bytes;
     plan->context_bytes = memory->context_bytes;
+    plan->wide_bytes = machine.scaled ? 0 : memory->weights_bytes;
 
     double rows = (double)plan->balanced_rows, row_bytes = 2.0 * (double)c->hidden, token_bytes = (double)MK_ROW_BYTES(d, d->hidden);
     double away = (double)(d->num_ranks - 1) / d->num_ranks, own_routes = (double)(c->max_tokens * c->topk);

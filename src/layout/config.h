@@ -10,9 +10,10 @@
 extern "C" {
 #endif
 
-/* The machine, as far as the choice of a minibatch depends on it. */
+/* The machine, as far as the choice of a minibatch and memory depend on it. */
 typedef struct mk_machine {
     int32_t num_sms, tile_rows, tile_cols;
+    bool scaled; /* its tensor cores multiply MXFP8 as it is: no weights are widened for callers to keep */
 } mk_machine;
 
 /* The backend's machine: what mok_plan_query takes when its caller says 0. num_sms 0 stands for a CPU. */

@@ -2,7 +2,7 @@
 
 void mk_memory_map(const mk_dims *d, mk_memory *memory, mok_buffer_info *infos)
 {
-    int64_t end[4] = {0, 0, 0, 0};
+    int64_t end[5] = {0, 0, 0, 0, 0};
     int index = 0;
 #define PLACE(kind_, name_, bytes_, count_)                                                                    \
     do {                                                                                                       \
@@ -19,4 +19,5 @@ void mk_memory_map(const mk_dims *d, mk_memory *memory, mok_buffer_info *infos)
     memory->local_bytes = end[MOK_MEM_LOCAL];
     memory->schedule_bytes = end[MOK_MEM_SCHEDULE];
     memory->context_bytes = end[MOK_MEM_CONTEXT];
+    memory->weights_bytes = end[MOK_MEM_WEIGHTS];
 }

@@ -5,6 +5,7 @@
  *   MOK_MEM_LOCAL     ring, scratch and counters; nothing in it lives from one call to the next but the sequence numbers
  *   MOK_MEM_SCHEDULE  the caller's, one per routing: row table
  *   MOK_MEM_CONTEXT   the caller's, one per forward: saved gate/up
+ *   MOK_MEM_WEIGHTS   the caller's, or twice in wide_weights: one quantisation of the routed weights, widened
  *
  * X(kind, name, element bytes, elements)   elements may use d (const mk_dims *) */
 #ifndef MK_LAYOUT_MEMORY_H
@@ -74,12 +75,7 @@ typedef struct mk_call_head {
     X(LOCAL, wide_dup, 2, MK_WIDE_ROWS(d) * (d)->intermediate)   /* as wide_dgate */                                        \
     X(LOCAL, wide_x, 2, MK_WIDE_WGRAD_ROWS(d) * (d)->hidden)     /* [ring, H] bf16: x as weight gradients see it: quantised along the rows */ \
     X(LOCAL, wide_dout, 2, MK_WIDE_WGRAD_ROWS(d) * (d)->hidden)  /* as wide_x */                                            \
-    X(LOCAL, wide_gate, 2, MK_WIDE_WEIGHTS(d))                   /* [El, I, H] bf16: gate weights, quantised along H */     \
-    X(LOCAL, wide_up, 2, MK_WIDE_WEIGHTS(d))                     /* as wide_gate */                                         \
-    X(LOCAL, wide_down, 2, MK_WIDE_WEIGHTS(d))                   /* [El, H, I] bf16: down weights, quantised along I */     \
-    X(LOCAL, wide_gate_bwd, 2, MK_WIDE_WEIGHTS(d))               /* [El, I, H] bf16: gate weights, quantised along I */     \
-    X(LOCAL, wide_up_bwd, 2, MK_WIDE_WEIGHTS(d))                 /* as wide_gate_bwd */                                     \
-    X(LOCAL, wide_down_bwd, 2, MK_WIDE_WEIGHTS(d))               /* [El, H, I] bf16: down weights, quantised along H */     \
+    X(LOCAL, wide_weights, 2, (d)->mx_wide_given ? 0 : 2 * 3 * MK_WIDE_WEIGHTS(d)) /* two of WEIGHTS: what the forward multiplies with, and dgrad */ \
     X(LOCAL, counters, 4, MK_NUM_TILE_COUNTERS * (d)->capacity_tiles + MK_MAX_PIECES(d) +                                   \
                           MK_NUM_SHARED_COUNTERS * MK_SHARED_TILES(d))      /* layout/counters.h, in its order */           \
     X(LOCAL, device_state, sizeof(mk_device_state), 1)                      /* layout/fault.h; cuda only */                \
@@ -102,14 +98,17 @@ typedef struct mk_call_head {
     X(CONTEXT, saved_gate, MK_ROW_STRIDE(d, (d)->intermediate), (d)->saved_tiles * MK_ROW_TILE) /* [C, I] bf16, or [C] rows of mx/mx.h */ \
     X(CONTEXT, saved_up, MK_ROW_STRIDE(d, (d)->intermediate), (d)->saved_tiles * MK_ROW_TILE)   /* as saved_gate */         \
     X(CONTEXT, saved_shared_gate, 2, (d)->saved_tiles ? MK_SHARED_ROWS(d) * (d)->shared_intermediate : 0) /* [T, Is] */     \
-    X(CONTEXT, saved_shared_up, 2, (d)->saved_tiles ? MK_SHARED_ROWS(d) * (d)->shared_intermediate : 0)   /* [T, Is] */
+    X(CONTEXT, saved_shared_up, 2, (d)->saved_tiles ? MK_SHARED_ROWS(d) * (d)->shared_intermediate : 0)   /* [T, Is] */   \
+    X(WEIGHTS, wide_gate, 2, MK_WIDE_WEIGHTS(d))                 /* [El, I, H] bf16: gate weights, quantised along H; for dgrad: along I */ \
+    X(WEIGHTS, wide_up, 2, MK_WIDE_WEIGHTS(d))                   /* as wide_gate */                                         \
+    X(WEIGHTS, wide_down, 2, MK_WIDE_WEIGHTS(d))                 /* [El, H, I] bf16: down weights, quantised along I; for dgrad: along H */
 
 /* Byte offset of each buffer inside its memory kind. */
 typedef struct mk_memory {
 #define MK_BUFFER_FIELD(kind, name, bytes, count) int64_t name;
     MK_BUFFER_LIST(MK_BUFFER_FIELD)
 #undef MK_BUFFER_FIELD
-    int64_t heap_bytes, local_bytes, schedule_bytes, context_bytes;
+    int64_t heap_bytes, local_bytes, schedule_bytes, context_bytes, weights_bytes;
 } mk_memory;
 
 enum {

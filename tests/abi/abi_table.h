@@ -5,10 +5,10 @@
 
 /* X(struct, size) */
 #define ABI_SIZE_LIST(X) \
-    X(mok_config, 168) \
+    X(mok_config, 176) \
     X(mok_buffer_info, 32) \
     X(mok_pass_plan, 48) \
-    X(mok_plan, 200) \
+    X(mok_plan, 208) \
     X(mok_provider, 40) \
     X(mok_bootstrap, 40) \
     X(mok_weight, 40) \
@@ -16,15 +16,16 @@
     X(mok_grad, 24) \
     X(mok_grads, 184) \
     X(mok_schedule_args, 56) \
-    X(mok_forward_args, 312) \
-    X(mok_backward_args, 520) \
+    X(mok_forward_args, 320) \
+    X(mok_backward_args, 536) \
     X(mok_trace_event, 56) \
     X(mok_trace_clock, 24) \
     X(mok_finding, 828) \
     X(mok_stats, 128) \
     X(mok_schedule_info, 112) \
     X(mok_backend_info, 532) \
-    X(mok_mx_quantise_args, 88)
+    X(mok_mx_quantise_args, 88) \
+    X(mok_mx_widen_args, 272)
 
 /* X(struct, field, offset, size) */
 #define ABI_FIELD_LIST(X) \
@@ -58,6 +59,7 @@
     X(mok_config, backend, 152, 4) \
     X(mok_config, cpu_threads, 156, 4) \
     X(mok_config, timeout_ms, 160, 8) \
+    X(mok_config, mx_wide_given, 168, 1) \
     X(mok_buffer_info, name, 0, 8) \
     X(mok_buffer_info, kind, 8, 4) \
     X(mok_buffer_info, offset, 16, 8) \
@@ -84,6 +86,7 @@
     X(mok_plan, context_bytes, 96, 8) \
     X(mok_plan, forward, 104, 48) \
     X(mok_plan, backward, 152, 48) \
+    X(mok_plan, wide_bytes, 200, 8) \
     X(mok_provider, struct_size, 0, 4) \
     X(mok_provider, api_version, 4, 4) \
     X(mok_provider, user, 8, 8) \
@@ -140,6 +143,7 @@
     X(mok_forward_args, weights, 48, 248) \
     X(mok_forward_args, context, 296, 8) \
     X(mok_forward_args, out, 304, 8) \
+    X(mok_forward_args, wide, 312, 8) \
     X(mok_backward_args, struct_size, 0, 4) \
     X(mok_backward_args, api_version, 4, 4) \
     X(mok_backward_args, layer, 8, 8) \
@@ -154,6 +158,8 @@
     X(mok_backward_args, dx, 320, 8) \
     X(mok_backward_args, drouter_weights, 328, 8) \
     X(mok_backward_args, grads, 336, 184) \
+    X(mok_backward_args, wide, 520, 8) \
+    X(mok_backward_args, wide_dgrad, 528, 8) \
     X(mok_stats, struct_size, 0, 4) \
     X(mok_stats, api_version, 4, 4) \
     X(mok_stats, schedules, 8, 8) \
@@ -204,5 +210,10 @@
     X(mok_mx_quantise_args, scales, 56, 8) \
     X(mok_mx_quantise_args, transposed, 64, 8) \
     X(mok_mx_quantise_args, transposed_scales, 72, 8) \
-    X(mok_mx_quantise_args, not_finite, 80, 8)
+    X(mok_mx_quantise_args, not_finite, 80, 8) \
+    X(mok_mx_widen_args, struct_size, 0, 4) \
+    X(mok_mx_widen_args, api_version, 4, 4) \
+    X(mok_mx_widen_args, weights, 8, 248) \
+    X(mok_mx_widen_args, wide, 256, 8) \
+    X(mok_mx_widen_args, wide_dgrad, 264, 8)
 #endif

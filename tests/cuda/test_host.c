@@ -631,6 +631,60 @@ TEST(a_forward_in_MXFP8_quantises_the_tokens_and_widens_the_weights)
     check_nothing_left();
 }
 
+/* Weights in no form but widened: their places are checked, and passes widen nothing. */
+static void forward_with_wide(rank_env *e)
+{
+    mok_schedule_args s = schedule_args(e);
+    mok_forward_args f = forward_args(e);
+    mok_mx_widen_args a = MOK_INIT(mok_mx_widen_args);
+    void *wide = NULL;
+    static char host[512] __attribute__((aligned(256)));
+    CHECK_EQ(e->plan.wide_bytes, e->plan.experts_count * 3 * 256 * 128 * 2);
+    EXPECT(device_memory(e, &wide, e->plan.wide_bytes), MOK_OK);
+    a.weights = f.weights;
+    a.wide = (char *)wide + 16;
+    EXPECT(mok_mx_widen(e->w, &a, NULL), MOK_E_ARG);
+    CHECK_STR(mok_last_error(), "wide is not aligned to 256 bytes");
+    a.wide = host;
+    EXPECT(mok_mx_widen(e->w, &a, NULL), MOK_E_ARG);
+    CHECK_STR(mok_last_error(), "which is no memory of the CUDA driver");
+    a.wide = wide;
+    int before = count_launches("mok_mx_widen_weights");
+    EXPECT(mok_mx_widen(e->w, &a, NULL), MOK_OK);
+    CHECK_EQ(count_launches("mok_mx_widen_weights"), before + 3);
+    f.weights.gate.packed = f.weights.up.packed = f.weights.down.packed = NULL;
+    EXPECT(mok_schedule(e->w, &s, NULL), MOK_OK);
+    f.wide = host;
+    EXPECT(mok_forward(e->w, &f, NULL), MOK_E_ARG);
+    CHECK_STR(mok_last_error(), "wide is at ");
+    f.wide = NULL;
+    EXPECT(mok_forward(e->w, &f, NULL), MOK_E_ARG);
+    CHECK_STR(mok_last_error(), e->cfg.mx_wide_given ? "wide is NULL" : "weights.gate has neither packed nor experts");
+    f.wide = wide;
+    EXPECT(mok_forward(e->w, &f, NULL), MOK_OK);
+    EXPECT(mok_recompute(e->w, &f, NULL), MOK_OK);
+    CHECK_EQ(count_launches("mok_mx_widen_weights"), before + 3);
+    const fake_map *down = map_at((char *)wide + 2 * e->plan.wide_bytes / 3);
+    CHECK(down && down->rank == 3);
+    mok_memory_free(e->w, wide);
+}
+
+TEST(passes_that_are_given_widened_weights_widen_none)
+{
+    static const int32_t device = 0;
+    mok_config cfg = small_config();
+    int64_t local[2];
+    cfg.dtype = MOK_MXFP8;
+    for (int given = 0; given < 2; given++) {
+        cfg.mx_wide_given = given != 0;
+        fake_reset(1);
+        EXPECT(run_ranks(1, &device, &cfg, 300, forward_with_wide), MOK_OK);
+        local[given] = envs[0].plan.local_bytes;
+        check_nothing_left();
+    }
+    CHECK_EQ(local[0] - local[1], 2 * envs[0].plan.wide_bytes);
+}
+
 TEST(ranks_that_share_a_GPU_meet_on_the_host)
 {
     mok_config cfg = small_config();

@@ -22,6 +22,7 @@ struct Run {
     const char *tile = nullptr, *forward = nullptr, *backward = "fused"; /* null: what the library chooses */
     bool forward_only = false, two_calls = false, recompute = false, accumulate = false, grads_by_pointer = false;
     bool prequantised = false; /* in MXFP8: weights come quantised */
+    bool wide = false;         /* in MXFP8: they come widened, and in no other form */
     mok_dtype dtype = MOK_FP32;
     int64_t frozen_expert = 0;
     uint32_t resident = 2, ready_value = 0;
@@ -88,6 +89,7 @@ inline layer_options options_of(const Run &run)
     o.two_call_backward = run.two_calls;
     o.recompute = run.recompute;
     o.mx_prequantised = run.prequantised;
+    o.mx_wide = run.wide;
     o.grad_dtype = run.dtype;
     o.accumulate = run.accumulate;
     o.grads_by_pointer = run.grads_by_pointer;

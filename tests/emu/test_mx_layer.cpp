@@ -122,6 +122,34 @@ TEST(forms_of_weights_change_no_bit)
     }
 }
 
+/* Launches of the widening kernel: those of mok_mx_widen, and none by passes that were given its results. (Blackwell has nothing for callers to keep.) */
+TEST(weights_widened_before_change_no_bit_and_passes_widen_none)
+{
+    layer_problem p = mx_problem(60, 64, 4, 128, 64);
+    Run run = make_run("widened by the passes", 1, 256, 128, MOK_SAVE_RING), given = run, recompute = run, quantised = run, all = run;
+    given.name = "given";
+    given.wide = true;
+    recompute.name = "given, recompute, fused";
+    recompute.recompute = true;
+    quantised.name = "given, made of quantised weights, two ranks";
+    quantised.prequantised = true;
+    quantised.ranks = 2;
+    all.name = "given, all rows saved, staged";
+    all.save = MOK_SAVE_ALL;
+    all.forward = all.backward = "staged";
+    recompute.wide = quantised.wide = all.wide = true;
+    const StepResult want = run_layer(p, run);
+    for (Run &r : std::vector<Run>{given, recompute, quantised, all}) {
+        int widened = 0;
+        r.before_launch = [&](const std::string &kernel, const void *) { widened += kernel == "mok_mx_widen_weights"; };
+        check_bits(r, run_layer(p, r), want);
+#ifndef MK_SM100
+        CHECK_EQ(widened, 6 * r.ranks);
+#endif
+    }
+    layer_free(&p);
+}
+
 /* Rows that take eight, four, two or no place in dispatch's memory; duplicate routes and ring copies among them. */
 TEST(rows_of_every_length_are_widened_exactly)
 {

@@ -14,7 +14,7 @@ from mok import _library as lib
 STRUCTS = {"mok_config": lib.Config, "mok_buffer_info": lib.BufferInfo, "mok_pass_plan": lib.PassPlan, "mok_plan": lib.Plan, "mok_provider": lib.Provider,
            "mok_bootstrap": lib.Bootstrap, "mok_weight": lib.Weight, "mok_weights": lib.Weights, "mok_grad": lib.Grad, "mok_grads": lib.Grads, "mok_schedule_args": lib.ScheduleArgs,
            "mok_forward_args": lib.ForwardArgs, "mok_backward_args": lib.BackwardArgs, "mok_stats": lib.Stats, "mok_schedule_info": lib.ScheduleInfo,
-           "mok_backend_info": lib.BackendInfo, "mok_mx_quantise_args": lib.MxQuantiseArgs,
+           "mok_backend_info": lib.BackendInfo, "mok_mx_quantise_args": lib.MxQuantiseArgs, "mok_mx_widen_args": lib.MxWidenArgs,
            "mok_trace_event": lib.TraceEvent, "mok_trace_clock": lib.TraceClock, "mok_finding": lib.Finding}
 VALUES = {"MOK_BACKEND_CPU": lib.BACKEND["cpu"], "MOK_BACKEND_CUDA": lib.BACKEND["cuda"], "MOK_BF16": lib.BF16, "MOK_FP32": lib.FP32, "MOK_MXFP8": lib.MXFP8,
           "MOK_GATE_UP_SEPARATE": lib.GATE_UP["separate"], "MOK_GATE_UP_COMBINED": lib.GATE_UP["combined"], "MOK_GATE_UP_INTERLEAVED": lib.GATE_UP["interleaved"],

@@ -190,12 +190,70 @@ def test_freed_weights_leave_the_cache(device):
     mok.weights_changed()
     layer = mok.MoE(128, 64, 4, 2, dtype="mxfp8", device=device)
     layer(torch.randn(9, 128).bfloat16())
-    assert len(_mx._kept) == 3
+    assert _mx.kept_bytes() >= 3 * 4 * 64 * 128
     del layer
     import gc
 
     gc.collect()
-    assert not _mx._kept
+    assert _mx.kept_bytes() == 0 and not _mx._kept and not _mx._wide
+
+
+def test_weights_kept_widened_change_no_bit(device):
+    p = reference.make(tokens=60, hidden=256, experts=4, shared=64, device=device)
+    size = dict(hidden=256, intermediate=64, num_experts=4, topk=2, max_tokens=60, shared_intermediate=64, dtype="mxfp8")
+    kept, anew = (jobs.solve(mok.Group.local(device), p, engine=mok.engine(device=device, mx_keep_wide=flag, **size)) for flag in (True, False))
+    jobs.assert_same_bits(kept, anew)
+
+
+class Widener:
+    """A workspace as the cache of widened weights sees it: what it makes is numbered."""
+
+    device = torch.device("cpu")
+
+    def __init__(self):
+        self.made = []
+
+    def wide_layout(self):
+        return 4, 128, 64, "separate"
+
+    def widen(self, weights, dgrad):
+        self.made.append(("dgrad" if dgrad else "forward", weights.down is not None))
+        return torch.full((8,), len(self.made))
+
+
+def test_widened_weights_are_kept_until_they_change():
+    mok.weights_changed()
+    w, tensors = Widener(), [torch.randn(4, 64, 128).bfloat16(), torch.randn(4, 64, 128).bfloat16(), torch.randn(4, 128, 64).bfloat16()]
+    whole, half = mok.LayerWeights(*tensors), mok.LayerWeights(*tensors[:2])
+
+    def ask(weights, dgrad=False):
+        return int(_mx.wide(w, weights, dgrad)[0])
+
+    assert ask(half) == 1 and ask(half) == 1  # a recompute has no use for down
+    assert ask(whole) == 2 and ask(whole) == 2 and ask(half) == 2
+    assert ask(whole, True) == 3 and ask(whole, True) == 3 and w.made == [("forward", False), ("forward", True), ("dgrad", True)]
+    tensors[2].mul_(2)
+    assert ask(half) == 2  # down is not read
+    assert ask(whole) == 4 and ask(whole, True) == 5
+    mok.weights_changed(tensors[0])
+    assert ask(whole) == 6 and ask(whole) == 6
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.ones(1)
+    torch.optim.SGD([parameter], lr=1.0).step()
+    assert ask(whole) == 7
+    with torch.inference_mode():
+        frozen = mok.LayerWeights(*(t.clone() for t in tensors))
+        assert ask(frozen) == 8 and ask(frozen) == 9  # no version counter
+    q = [_mx.quantise(t, True, False) for t in tensors]
+    tuples = mok.LayerWeights(*q)
+    assert ask(tuples) == 10 and ask(tuples) == 10
+    q[1].scales.fill_(90)
+    assert ask(tuples) == 11
+    before = _mx.kept_bytes()
+    del tuples, q
+    assert _mx.kept_bytes() == before - 64
+    mok.weights_changed()
+    assert _mx.kept_bytes() == 0
 
 
 @pytest.mark.parametrize("options", [dict(per_expert=True), dict(gate_up="interleaved"), dict(gate_up="combined"), dict(main_grad=True)], ids=str)

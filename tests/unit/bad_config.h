@@ -53,6 +53,7 @@ static inline mok_config good_config(void)
     X(c->dtype = (mok_dtype)4, MOK_E_ARG, "dtype is 4")                                                                        \
     X(c->dtype = MOK_FP32, MOK_E_ARG, "dtype is MOK_FP32")                                                                     \
     X(c->mx_wgrad_bf16 = true, MOK_E_ARG, "mx_wgrad_bf16 is set, but dtype is not MOK_MXFP8")                                  \
+    X(c->mx_wide_given = true, MOK_E_ARG, "mx_wide_given is set, but dtype is not MOK_MXFP8")                                  \
     X(c->router_dtype = MOK_MXFP8, MOK_E_ARG, "router_dtype is 3")                                                             \
     X(c->activation = MOK_ACT_GPT_OSS, MOK_E_UNSUPPORTED, "activation 1 is not implemented yet")                               \
     X(c->activation = (mok_activation)2, MOK_E_ARG, "activation is 2")                                                         \

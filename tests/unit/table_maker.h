@@ -167,7 +167,7 @@ static inline mk_dims table_random_dims(uint64_t *state)
     c.ring_rows = 2 * mk_max(c.minibatch_rows, c.minibatch_rows_bwd) + MK_ROW_TILE * test_below(state, 2 * widest);
     c.save = MOK_SAVE_ROWS;
     c.save_rows = MK_ROW_TILE * test_below(state, 12);
-    if (mk_resolve(&c, ranks, rank, (mk_machine){0, 128, 256}, &d) != MOK_OK)
+    if (mk_resolve(&c, ranks, rank, (mk_machine){0, 128, 256, false}, &d) != MOK_OK)
         TEST_FAILED("random dims are refused: %s", mok_last_error());
     return d;
 }

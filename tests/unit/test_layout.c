@@ -26,6 +26,8 @@ static mok_config random_config(uint64_t *state)
     c.save_rows = c.save == MOK_SAVE_ROWS ? test_below(state, 9000) : 0;
     c.shared_gate = c.shared_intermediate && test_below(state, 2);
     c.backend = (mok_backend_id)test_below(state, 3);
+    c.dtype = test_below(state, 2) ? MOK_MXFP8 : MOK_BF16;
+    c.mx_wide_given = c.dtype == MOK_MXFP8 && test_below(state, 2);
     return c;
 }
 
@@ -55,7 +57,7 @@ static void check_map(const mk_dims *d)
     mk_memory m;
     mok_buffer_info infos[MK_NUM_BUFFERS];
     mk_memory_map(d, &m, infos);
-    int64_t total[4] = {m.heap_bytes, m.local_bytes, m.schedule_bytes, m.context_bytes}, used[4] = {0};
+    int64_t total[5] = {m.heap_bytes, m.local_bytes, m.schedule_bytes, m.context_bytes, m.weights_bytes}, used[5] = {0};
     for (int i = 0; i < MK_NUM_BUFFERS; i++) {
         const mok_buffer_info *a = &infos[i];
         CHECK(a->bytes >= 0);
@@ -72,7 +74,7 @@ static void check_map(const mk_dims *d)
                             (long long)b->offset, (long long)b->bytes);
         }
     }
-    for (int k = 0; k < 4; k++) /* nothing is wasted but alignment */
+    for (int k = 0; k < 5; k++) /* nothing is wasted but alignment */
         CHECK(total[k] - used[k] < (int64_t)MK_NUM_BUFFERS * MK_BUFFER_ALIGN);
     int i = 0;
 #define SAME(kind_, name_, bytes_, count_)             \
@@ -234,7 +236,7 @@ TEST(resolve_fills_every_choice)
         mk_dims d, d2;
         if (mk_resolve(&c, ranks, 0, machine, &d) != MOK_OK)
             continue;
-        CHECK_EQ(c.dtype, MOK_BF16);
+        CHECK_EQ(c.dtype, wish.dtype);
         CHECK_EQ(c.router_dtype, MOK_FP32);
         CHECK_EQ(c.routed_hidden, c.hidden);
         CHECK_EQ(c.timeout_ms, 600000);
@@ -425,13 +427,14 @@ TEST(plan_lists_every_buffer)
     memset(poison, 0x77, sizeof poison);
     CHECK_BYTES(&few[3], poison, sizeof poison);
     CHECK_BYTES(&all[MK_NUM_BUFFERS], poison, sizeof poison);
-    int64_t end[4] = {0};
+    int64_t end[5] = {0};
     for (int i = 0; i < MK_NUM_BUFFERS; i++)
         end[all[i].kind] = mk_max(end[all[i].kind], all[i].offset + all[i].bytes);
     CHECK_EQ(mk_round_up(end[MOK_MEM_HEAP], 256), plan.heap_bytes);
     CHECK_EQ(mk_round_up(end[MOK_MEM_LOCAL], 256), plan.local_bytes);
     CHECK_EQ(mk_round_up(end[MOK_MEM_SCHEDULE], 256), plan.schedule_bytes);
     CHECK_EQ(mk_round_up(end[MOK_MEM_CONTEXT], 256), plan.context_bytes);
+    CHECK_EQ(mk_round_up(end[MOK_MEM_WEIGHTS], 256), plan.wide_bytes);
 }
 
 TEST(plan_of_every_rank_of_an_uneven_split)

@@ -270,6 +270,7 @@ static void unwatch(watched *all, const char *what)
     X(f.schedule = g->other_schedule, MOK_E_STATE, "schedule was not filled by mok_schedule")      \
     X(f.x = NULL, MOK_E_ARG, "x is NULL")                                                          \
     X(f.context = (char *)g->context + 128, MOK_E_ARG, "context is not aligned to 256 bytes")      \
+    X(f.wide = g->context, MOK_E_ARG, "wide is given, but plan.wide_bytes is 0")                   \
     BAD_WEIGHTS_LIST(X, f)
 
 #define BAD_BACKWARD_LIST(X)                                                                       \
@@ -289,6 +290,8 @@ static void unwatch(watched *all, const char *what)
     X(b.x = NULL, MOK_E_ARG, "x is NULL")                                                          \
     X(b.router_weights = NULL, MOK_E_ARG, "router_weights is NULL")                                \
     X(b.dx = NULL, MOK_E_ARG, "dx is NULL")                                                        \
+    X(b.wide = g->schedule, MOK_E_ARG, "wide is given, but plan.wide_bytes is 0")                  \
+    X(b.wide_dgrad = g->schedule, MOK_E_ARG, "wide_dgrad is given, but plan.wide_bytes is 0")      \
     X(b.weights.down.packed = NULL, MOK_E_ARG, "weights.down has neither")                         \
     X(b.weights.shared_down.packed = NULL, MOK_E_ARG, "weights.shared_down has neither")           \
     X((g->table[5] = NULL, b.weights.down.packed = NULL, b.weights.down.experts = g->table), MOK_E_ARG, "weights.down.experts[5] is NULL") \
@@ -345,6 +348,12 @@ static void bad_calls(ranks_env *e)
 #define TRY_RECOMPUTE(what, want, words) TRY_BAD(mok_recompute(e->w, &f, NULL), what, want, words)
     BAD_FORWARD_LIST(TRY_RECOMPUTE)
     TRY_BAD(mok_recompute(e->w, &f, NULL), f.context = NULL, MOK_E_ARG, "context is NULL")
+    mok_mx_widen_args widen = MOK_INIT(mok_mx_widen_args);
+    EXPECT(mok_mx_widen(NULL, &widen, NULL), MOK_E_ARG, "workspace is NULL");
+    EXPECT(mok_mx_widen(e->w, NULL, NULL), MOK_E_ARG, "mok_mx_widen_args is NULL");
+    RANKS_OK(mok_mx_widen(e->w, &widen, NULL)); /* nothing to do */
+    widen.wide_dgrad = g->context;
+    EXPECT(mok_mx_widen(e->w, &widen, NULL), MOK_E_ARG, "wide_dgrad is given, but plan.wide_bytes is 0: here passes read no widened weights");
     EXPECT(mok_forward(NULL, &g->f, NULL), MOK_E_ARG, "workspace is NULL");
     EXPECT(mok_forward(e->w, NULL, NULL), MOK_E_ARG, "mok_forward_args is NULL");
     EXPECT(mok_recompute(NULL, &g->f, NULL), MOK_E_ARG, "workspace is NULL");

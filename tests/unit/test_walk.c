@@ -394,7 +394,7 @@ TEST(deadlock_check_refuses_dims_with_a_small_ring)
     c.max_tokens = 4096;
     c.minibatch_rows = c.minibatch_rows_bwd = 512;
     c.ring_rows = 1024;
-    REQUIRE(mk_resolve(&c, 2, 0, (mk_machine){0, 128, 256}, &d) == MOK_OK);
+    REQUIRE(mk_resolve(&c, 2, 0, (mk_machine){0, 128, 256, false}, &d) == MOK_OK);
     CHECK_EQ(mk_check_dims(&d), MOK_OK);
     for (d.ring_tiles = 7; d.ring_tiles > 0; d.ring_tiles--) {
         CHECK_EQ(mk_check_dims(&d), MOK_E_BUG);

@@ -200,8 +200,8 @@ static mok_status run_schedule(cuda_call *c, const mok_schedule_args *a)
 /* --- MXFP8: the copies of the routed weights that a call multiplies with, widened or, on Blackwell, quantised -------------------- */
 static mok_status widen_weight(const cuda_call *c, const mok_weights *weights, int matrix, mk_quant quant)
 {
-    mk_mx_weight_params p = mk_cuda_mx_weight(c->w, weights, matrix, quant);
-    return launch(c, MK_CUDA_mok_mx_widen_weights, blocks_for(c, mk_ceil_div(p.count * p.rows * p.cols, 8 * 8 * 256)), &p, 0);
+    mk_mx_weight_params p = mk_cuda_mx_weight(c->w, weights, matrix, quant, mk_cuda_wide(c->w, NULL, quant));
+    return launch(c, MK_CUDA_mok_mx_widen_weights, blocks_for(c, mk_cuda_mx_widen_pieces(&p)), &p, 0);
 }
 
 /* Only of what the tensor cores can not read where the caller has it. */
@@ -229,9 +229,9 @@ static mok_status quantise_weights(const cuda_call *c, const mok_weights *weight
     return down ? quantise_weight(c, weights, MK_GRAD_DOWN, quant) : MOK_OK;
 }
 
-static mok_status widen_weights(const cuda_call *c, const mok_weights *weights, mk_quant quant, bool gate_up, bool down)
+static mok_status widen_weights(const cuda_call *c, const mok_weights *weights, const void *given, mk_quant quant, bool gate_up, bool down)
 {
-    if (!c->w->dims.mx || !c->w->dims.capacity_tiles)
+    if (!c->w->dims.mx || !c->w->dims.capacity_tiles || given)
         return MOK_OK;
     MK_TRY(gate_up ? widen_weight(c, weights, MK_GRAD_GATE, quant) : MOK_OK);
     MK_TRY(gate_up ? widen_weight(c, weights, MK_GRAD_UP, quant) : MOK_OK);
@@ -323,7 +323,7 @@ static mok_status launch_stages(cuda_call *c, const mok_forward_args *a, bool fo
     if (c->s->gemm[MK_GEMM_GATE_UP].scaled && d->capacity_tiles)
         MK_TRY(quantise_weights(c, &a->weights, MK_QUANT_FORWARD, true, forward));
     else
-        MK_TRY(widen_weights(c, &a->weights, MK_QUANT_FORWARD, true, forward));
+        MK_TRY(widen_weights(c, &a->weights, a->wide, MK_QUANT_FORWARD, true, forward));
     if (c->s->fused)
         return launch_fused(c, a, forward);
     if (d->shared_intermediate && a->num_tokens)
@@ -429,8 +429,8 @@ static mok_status launch_backward_stages(const cuda_call *c, const mok_backward_
 {
     const mk_dims *d = &c->w->dims;
     mk_backward_params p = backward_params(c, a);
-    MK_TRY(widen_weights(c, &a->weights, MK_QUANT_FORWARD, d->saved_tiles < d->capacity_tiles, false)); /* for a replay */
-    MK_TRY(widen_weights(c, &a->weights, MK_QUANT_DGRAD, p.want_data, true));
+    MK_TRY(widen_weights(c, &a->weights, a->wide, MK_QUANT_FORWARD, d->saved_tiles < d->capacity_tiles, false)); /* for a replay */
+    MK_TRY(widen_weights(c, &a->weights, a->wide_dgrad, MK_QUANT_DGRAD, p.want_data, true));
     if (c->w->dims.shared_intermediate && a->num_tokens)
         MK_TRY(launch(c, MK_CUDA_mok_shared_scale, blocks_for(c, a->num_tokens), combine, 0));
     return c->s->fused_backward ? launch_backward(c, &p, MK_TASK_NONE, 0) : launch_backward_staged(c, &p);

@@ -35,6 +35,12 @@ static void memory_free(mok_workspace *w, void *memory)
     mk_cuda_leave(d);
 }
 
+static bool scaled(const mok_group *group)
+{
+    const mk_cuda_device *d = group->device;
+    return d->blackwell;
+}
+
 /* --- open and close --------------------------------------------------------------------------------------------------- */
 static void close_entered(mok_workspace *w)
 {
@@ -245,6 +251,7 @@ static mok_status check_forward(const mok_workspace *w, const mok_forward_args *
     MK_TRY(check_memory(w, "x", a->num_tokens ? a->x : NULL, 16));
     MK_TRY(check_memory(w, "router_weights", a->num_tokens && down ? a->router_weights : NULL, w->config.router_dtype == MOK_BF16 ? 2 : 4));
     MK_TRY(check_memory(w, "out", a->num_tokens && down ? a->out : NULL, 16));
+    MK_TRY(check_memory(w, "wide", a->wide, MK_BUFFER_ALIGN));
     MK_TRY(check_memory(w, "shared_output_gate", w->config.shared_gate ? m->shared_output_gate : NULL, 16));
     MK_TRY(check_routed(w, "weights.gate", &m->gate, routed));
     MK_TRY(check_routed(w, "weights.up", &m->up, routed));
@@ -277,6 +284,8 @@ static mok_status check_backward(const mok_workspace *w, const mok_backward_args
     MK_TRY(check_memory(w, "router_weights", a->num_tokens ? a->router_weights : NULL, router));
     MK_TRY(check_memory(w, "dx", data ? a->dx : NULL, 16));
     MK_TRY(check_memory(w, "drouter_weights", data ? a->drouter_weights : NULL, router));
+    MK_TRY(check_memory(w, "wide", a->wide, MK_BUFFER_ALIGN));
+    MK_TRY(check_memory(w, "wide_dgrad", a->wide_dgrad, MK_BUFFER_ALIGN));
     MK_TRY(check_memory(w, "shared_output_gate", w->config.shared_gate ? m->shared_output_gate : NULL, 16));
     MK_TRY(check_routed(w, "weights.gate", &m->gate, routed));
     MK_TRY(check_routed(w, "weights.up", &m->up, routed));
@@ -298,12 +307,12 @@ static mok_status encode_maps(mok_workspace *w, const mok_forward_args *a, bool 
 {
     bool routed = w->dims.capacity_tiles > 0, shared = w->dims.shared_intermediate > 0 && a->num_tokens > 0;
     if (routed)
-        MK_TRY(mk_cuda_encode_gemm(w, MK_GEMM_GATE_UP, &a->weights, a->x, a->num_tokens));
+        MK_TRY(mk_cuda_encode_gemm(w, MK_GEMM_GATE_UP, a));
     if (routed && down)
-        MK_TRY(mk_cuda_encode_gemm(w, MK_GEMM_DOWN, &a->weights, a->x, a->num_tokens));
+        MK_TRY(mk_cuda_encode_gemm(w, MK_GEMM_DOWN, a));
     if (shared)
-        MK_TRY(mk_cuda_encode_gemm(w, MK_GEMM_SHARED_GATE_UP, &a->weights, a->x, a->num_tokens));
-    return shared && down ? mk_cuda_encode_gemm(w, MK_GEMM_SHARED_DOWN, &a->weights, a->x, a->num_tokens) : MOK_OK;
+        MK_TRY(mk_cuda_encode_gemm(w, MK_GEMM_SHARED_GATE_UP, a));
+    return shared && down ? mk_cuda_encode_gemm(w, MK_GEMM_SHARED_DOWN, a) : MOK_OK;
 }
 
 static mok_status check_entered(mok_workspace *w, const mk_call *call)
@@ -325,6 +334,26 @@ static mok_status check(mok_workspace *w, const mk_call *call)
     const mk_cuda_state *s = w->state;
     MK_TRY(mk_cuda_enter(s->device));
     mok_status status = check_entered(w, call);
+    mk_cuda_leave(s->device);
+    return status;
+}
+
+/* --- weights widened for the caller ------------------------------------------------------------------------------------- */
+static mok_status widen_entered(mok_workspace *w, const mok_mx_widen_args *a, void *stream)
+{
+    MK_TRY(check_memory(w, "wide", a->wide, MK_BUFFER_ALIGN));
+    MK_TRY(check_memory(w, "wide_dgrad", a->wide_dgrad, MK_BUFFER_ALIGN));
+    MK_TRY(check_routed(w, "weights.gate", &a->weights.gate, true));
+    MK_TRY(check_routed(w, "weights.up", &a->weights.up, true));
+    MK_TRY(check_routed(w, "weights.down", &a->weights.down, true));
+    return mk_cuda_mx_widen(w, a, stream);
+}
+
+static mok_status mx_widen(mok_workspace *w, const mok_mx_widen_args *args, void *stream)
+{
+    const mk_cuda_state *s = w->state;
+    MK_TRY(mk_cuda_enter(s->device));
+    mok_status status = widen_entered(w, args, stream);
     mk_cuda_leave(s->device);
     return status;
 }
@@ -432,5 +461,7 @@ const mk_backend mk_backend_cuda = {
     .stage_times_read = mk_cuda_times_read,
     .link_move = mk_cuda_link_move,
     .mx_quantise = mk_cuda_mx_quantise,
+    .mx_widen = mx_widen,
+    .scaled = scaled,
     .mxfp8 = true,
 };

@@ -44,9 +44,9 @@ void mk_cuda_choose_tiles(mok_workspace *w, const char *wish)
     }
 }
 
-/* The weights as stacks [experts, rows, cols]: gate and up may be halves of one matrix, or its even and odd rows. Routed ones of MXFP8: the
- * widened copies; backward: those that dgrad multiplies with. */
-static void describe_weights(const mok_workspace *w, mk_gemm_id id, const mok_weights *m, bool backward, uint32_t box, mk_tensor *low, mk_tensor *high)
+/* The weights as stacks [experts, rows, cols]: gate and up may be halves of one matrix, or its even and odd rows. Routed ones of MXFP8: those in
+ * `wide` (mk_cuda_wide). */
+static void describe_weights(const mok_workspace *w, mk_gemm_id id, const mok_weights *m, const char *wide, uint32_t box, mk_tensor *low, mk_tensor *high)
 {
     const mk_dims *d = &w->dims;
     bool shared = is_shared(id);
@@ -54,10 +54,10 @@ static void describe_weights(const mok_workspace *w, mk_gemm_id id, const mok_we
     if (d->mx && !shared) {
         const mk_memory *o = &w->memory;
         if (is_gate_up(id)) {
-            *low = mk_tensor_operand(w->local + (backward ? o->wide_gate_bwd : o->wide_gate), hidden, width, experts, box);
-            *high = mk_tensor_operand(w->local + (backward ? o->wide_up_bwd : o->wide_up), hidden, width, experts, box);
+            *low = mk_tensor_operand(wide + o->wide_gate, hidden, width, experts, box);
+            *high = mk_tensor_operand(wide + o->wide_up, hidden, width, experts, box);
         } else {
-            *low = *high = mk_tensor_operand(w->local + (backward ? o->wide_down_bwd : o->wide_down), width, hidden, experts, box);
+            *low = *high = mk_tensor_operand(wide + o->wide_down, width, hidden, experts, box);
         }
         return;
     }
@@ -155,15 +155,15 @@ static mok_status encode_scaled_gemm(mok_workspace *w, mk_gemm_id id, const mok_
     return encode_operand(s, &high, COLS_WIDE / 2, &g->b_high, &g->b_high_scales, gate_up ? "up in MXFP8" : "down in MXFP8");
 }
 
-mok_status mk_cuda_encode_gemm(mok_workspace *w, mk_gemm_id id, const mok_weights *weights, const void *x, int64_t num_tokens)
+mok_status mk_cuda_encode_gemm(mok_workspace *w, mk_gemm_id id, const mok_forward_args *args)
 {
     static const char *const names[MK_NUM_GEMMS][2] = {{"gate", "up"}, {"down", "down"}, {"shared_gate", "shared_up"}, {"shared_down", "shared_down"}};
     mk_cuda_state *s = w->state;
     mk_cuda_gemm *g = &s->gemm[id];
     if (g->scaled)
-        return encode_scaled_gemm(w, id, weights);
-    mk_tensor a = describe_rows(w, id, x, num_tokens), low, high;
-    describe_weights(w, id, weights, false, (uint32_t)(g->narrow ? COLS_NARROW : COLS_WIDE) / 2, &low, &high);
+        return encode_scaled_gemm(w, id, &args->weights);
+    mk_tensor a = describe_rows(w, id, args->x, args->num_tokens), low, high;
+    describe_weights(w, id, &args->weights, mk_cuda_wide(w, args->wide, MK_QUANT_FORWARD), (uint32_t)(g->narrow ? COLS_NARROW : COLS_WIDE) / 2, &low, &high);
     MK_TRY(encode(s, &g->a, &a, "the rows"));
     MK_TRY(encode(s, &g->b_low, &low, names[id][0]));
     return encode(s, &g->b_high, &high, names[id][1]);
@@ -193,7 +193,7 @@ static mk_tensor describe_backward_rows(const mok_workspace *w, mk_backward_map 
 }
 
 /* MXFP8. Without mx_wgrad the ring's own rows are what weight gradients read. */
-static mok_status encode_backward_mx(mok_workspace *w, const mok_weights *weights)
+static mok_status encode_backward_mx(mok_workspace *w, const mok_backward_args *a)
 {
     mk_cuda_state *s = w->state;
     const mk_memory *m = &w->memory;
@@ -207,7 +207,7 @@ static mok_status encode_backward_mx(mok_workspace *w, const mok_weights *weight
         MK_TRY(encode(s, &s->backward[all[i].map], &t, all[i].name));
     }
     mk_tensor gate, up;
-    describe_weights(w, MK_GEMM_GATE_UP, weights, false, BOX_BACKWARD, &gate, &up);
+    describe_weights(w, MK_GEMM_GATE_UP, &a->weights, mk_cuda_wide(w, a->wide, MK_QUANT_FORWARD), BOX_BACKWARD, &gate, &up);
     MK_TRY(encode(s, &s->backward[MK_MAP_REPLAY_GATE], &gate, "gate of a replay"));
     return encode(s, &s->backward[MK_MAP_REPLAY_UP], &up, "up of a replay");
 }
@@ -217,13 +217,14 @@ static mok_status encode_backward_half(mok_workspace *w, const mok_backward_args
     static const char *const names[] = {"x", "dout", "dgate", "dup", "w h", "gate", "up", "down"};
     mk_cuda_state *s = w->state;
     mk_tensor_map *maps = s->backward + (shared ? MK_MAP_SHARED : 0);
+    const char *wide = mk_cuda_wide(w, a->wide_dgrad, MK_QUANT_DGRAD);
     mk_tensor gate, up, down, other;
     for (int i = MK_MAP_X; i <= MK_MAP_H; i++) {
         mk_tensor rows = describe_backward_rows(w, (mk_backward_map)i, shared, a);
         MK_TRY(encode(s, &maps[i], &rows, names[i]));
     }
-    describe_weights(w, shared ? MK_GEMM_SHARED_GATE_UP : MK_GEMM_GATE_UP, &a->weights, true, BOX_BACKWARD, &gate, &up);
-    describe_weights(w, shared ? MK_GEMM_SHARED_DOWN : MK_GEMM_DOWN, &a->weights, true, BOX_BACKWARD, &down, &other);
+    describe_weights(w, shared ? MK_GEMM_SHARED_GATE_UP : MK_GEMM_GATE_UP, &a->weights, wide, BOX_BACKWARD, &gate, &up);
+    describe_weights(w, shared ? MK_GEMM_SHARED_DOWN : MK_GEMM_DOWN, &a->weights, wide, BOX_BACKWARD, &down, &other);
     MK_TRY(encode(s, &maps[MK_MAP_WGATE], &gate, names[MK_MAP_WGATE]));
     MK_TRY(encode(s, &maps[MK_MAP_WUP], &up, names[MK_MAP_WUP]));
     return encode(s, &maps[MK_MAP_WDOWN], &down, names[MK_MAP_WDOWN]);
@@ -234,6 +235,6 @@ mok_status mk_cuda_encode_backward(mok_workspace *w, const mok_backward_args *a)
     if (w->dims.capacity_tiles)
         MK_TRY(encode_backward_half(w, a, false));
     if (w->dims.capacity_tiles && w->dims.mx)
-        MK_TRY(encode_backward_mx(w, &a->weights));
+        MK_TRY(encode_backward_mx(w, a));
     return w->dims.shared_intermediate ? encode_backward_half(w, a, true) : MOK_OK;
 }

@@ -36,7 +36,7 @@ static mok_status check_memory(const mk_cuda_driver *api, const char *name, cons
     return MOK_OK;
 }
 
-static mok_status launch(const mk_cuda_device *d, mk_cuda_kernel kernel, int64_t pieces, mk_mx_matrix_params *p, void *stream)
+static mok_status launch(const mk_cuda_device *d, mk_cuda_kernel kernel, int64_t pieces, void *p, void *stream)
 {
     const mk_cuda_kernel_shape *shape = &mk_cuda_kernel_shapes[kernel];
     int64_t blocks = mk_max(mk_min(pieces, (int64_t)d->num_sms * BLOCKS_PER_SM), 1);
@@ -108,21 +108,20 @@ mok_status mk_cuda_mx_quantise(const mok_mx_quantise_args *a, void *stream)
 }
 
 /* --- a layer's weights, widened --------------------------------------------------------------------------------------- */
-static char *wide_copy(const mok_workspace *w, int matrix, mk_quant quant)
+char *mk_cuda_wide(const mok_workspace *w, const void *given, mk_quant quant)
 {
-    const mk_memory *m = &w->memory;
-    const int64_t place[2][MK_NUM_GRADS] = {{m->wide_gate, m->wide_up, m->wide_down}, {m->wide_gate_bwd, m->wide_up_bwd, m->wide_down_bwd}};
-    return w->local + place[quant == MK_QUANT_DGRAD][matrix];
+    return given ? (char *)(uintptr_t)given : w->local + w->memory.wide_weights + (quant == MK_QUANT_DGRAD ? w->memory.weights_bytes : 0);
 }
 
-mk_mx_weight_params mk_cuda_mx_weight(const mok_workspace *w, const mok_weights *weights, int matrix, mk_quant quant)
+mk_mx_weight_params mk_cuda_mx_weight(const mok_workspace *w, const mok_weights *weights, int matrix, mk_quant quant, char *wide)
 {
     const mk_dims *d = &w->dims;
     bool down = matrix == MK_GRAD_DOWN, one = !down && w->config.gate_up != MOK_GATE_UP_SEPARATE, interleaved = one && w->config.gate_up == MOK_GATE_UP_INTERLEAVED;
     const mok_weight *weight = down ? &weights->down : matrix == MK_GRAD_UP && !one ? &weights->up : &weights->gate;
     int64_t rows = down ? d->hidden : d->intermediate, cols = down ? d->intermediate : d->hidden;
     int64_t first = one && matrix == MK_GRAD_UP ? (interleaved ? 1 : rows) : 0; /* row of the stored matrix */
-    mk_mx_weight_params p = {.wide = (uint16_t *)(void *)wide_copy(w, matrix, quant), .count = d->experts_count, .rows = rows, .cols = cols,
+    const int64_t place[MK_NUM_GRADS] = {[MK_GRAD_GATE] = w->memory.wide_gate, [MK_GRAD_UP] = w->memory.wide_up, [MK_GRAD_DOWN] = w->memory.wide_down};
+    mk_mx_weight_params p = {.wide = (uint16_t *)(void *)(wide + place[matrix]), .count = d->experts_count, .rows = rows, .cols = cols,
                              .stored_rows = one ? 2 * rows : rows, .first_row = first};
     if (mk_mx_is_quantised(weight)) {
         p.form = quant == MK_QUANT_DGRAD ? MK_MX_TURNED : MK_MX_QUANTISED;
@@ -142,7 +141,7 @@ mk_mx_weight_params mk_cuda_mx_weight(const mok_workspace *w, const mok_weights 
 /* Rows and columns of a matrix that are a multiple of 128 from the beginning of what is stored begin with an atom of scales. */
 mk_cuda_mx_operand mk_cuda_mx_operand_of(const mok_workspace *w, const mok_weights *weights, int matrix, mk_quant quant)
 {
-    const mk_mx_weight_params p = mk_cuda_mx_weight(w, weights, matrix, quant);
+    const mk_mx_weight_params p = mk_cuda_mx_weight(w, weights, matrix, quant, mk_cuda_wide(w, NULL, quant));
     const bool turned = quant == MK_QUANT_DGRAD, quantised = p.form == MK_MX_QUANTISED || p.form == MK_MX_TURNED;
     int64_t rows = turned ? p.cols : p.rows, cols = turned ? p.rows : p.cols; /* of the operand; and as it is stored, and where in there: */
     int64_t stored_rows = turned ? p.cols : p.stored_rows, stored_cols = turned ? p.stored_rows : p.cols, first_row = turned ? 0 : p.first_row, first_col = turned ? p.first_row : 0;
@@ -150,7 +149,7 @@ mk_cuda_mx_operand mk_cuda_mx_operand_of(const mok_workspace *w, const mok_weigh
     bool own = !quantised || p.first_row % MK_MX_TILE;
     if (own) {
         stored_rows = rows, stored_cols = cols, first_row = first_col = 0;
-        data = wide_copy(w, matrix, quant);
+        data = (const char *)p.wide;
         scales = data + p.count * rows * cols;
     }
     const int64_t atoms = mk_mx_scale_bytes(MK_MX_TILE, stored_cols);
@@ -162,7 +161,7 @@ mk_cuda_mx_operand mk_cuda_mx_operand_of(const mok_workspace *w, const mok_weigh
 mk_mx_part_params mk_cuda_mx_part(const mok_workspace *w, const mok_weights *weights, int matrix, mk_quant quant)
 {
     const mk_cuda_mx_operand to = mk_cuda_mx_operand_of(w, weights, matrix, quant);
-    const mk_mx_weight_params p = mk_cuda_mx_weight(w, weights, matrix, quant);
+    const mk_mx_weight_params p = mk_cuda_mx_weight(w, weights, matrix, quant, mk_cuda_wide(w, NULL, quant));
     const bool turned = quant == MK_QUANT_DGRAD;
     return (mk_mx_part_params){.source = p.source, .source_scales = p.scales, .data = (void *)(uintptr_t)to.data, .scales = (void *)(uintptr_t)to.scales, .count = to.count,
                                .rows = to.rows, .cols = to.cols, .first_row = turned ? 0 : p.first_row, .first_col = turned ? p.first_row : 0,
@@ -172,7 +171,28 @@ mk_mx_part_params mk_cuda_mx_part(const mok_workspace *w, const mok_weights *wei
 mk_mx_matrix_params mk_cuda_mx_quantise_params(const mok_workspace *w, const mok_weights *weights, int matrix, mk_quant quant)
 {
     const mk_cuda_mx_operand to = mk_cuda_mx_operand_of(w, weights, matrix, quant);
-    const mk_mx_weight_params p = mk_cuda_mx_weight(w, weights, matrix, quant);
+    const mk_mx_weight_params p = mk_cuda_mx_weight(w, weights, matrix, quant, mk_cuda_wide(w, NULL, quant));
     return (mk_mx_matrix_params){.bf16 = (uint16_t *)(uintptr_t)p.source + p.offset, .data = (void *)(uintptr_t)to.data, .scales = (void *)(uintptr_t)to.scales, .count = p.count,
                                  .rows = p.rows, .cols = p.cols, .matrix_elements = p.matrix_elements, .row_stride = p.row_stride};
+}
+
+/* --- for the caller to keep ------------------------------------------------------------------------------------------- */
+/* Blocks that have something to do. */
+int64_t mk_cuda_mx_widen_pieces(const mk_mx_weight_params *p) { return mk_ceil_div(p->count * p->rows * p->cols, 8 * 8 * 256); }
+
+static mok_status widen_all(const mok_workspace *w, const mok_weights *weights, mk_quant quant, void *wide, void *stream)
+{
+    const mk_cuda_state *s = w->state;
+    for (int matrix = 0; matrix < MK_NUM_GRADS && wide; matrix++) {
+        mk_mx_weight_params p = mk_cuda_mx_weight(w, weights, matrix, quant, wide);
+        if (p.source)
+            MK_TRY(launch(s->device, MK_CUDA_mok_mx_widen_weights, mk_cuda_mx_widen_pieces(&p), &p, stream));
+    }
+    return MOK_OK;
+}
+
+mok_status mk_cuda_mx_widen(mok_workspace *w, const mok_mx_widen_args *a, void *stream)
+{
+    MK_TRY(widen_all(w, &a->weights, MK_QUANT_FORWARD, a->wide, stream));
+    return widen_all(w, &a->weights, MK_QUANT_DGRAD, a->wide_dgrad, stream);
 }

@@ -3,7 +3,7 @@
  *   cuda.c    the backend table: open, close, check, wait, stats, memory
  *   call.c    one call: which kernels, in which order, with which parameters and grids
  *   maps.c    the tensor maps of the GEMMs
- *   mx.c      quantisation of weights, without a workspace; widened copies of a layer's weights
+ *   mx.c      quantisation of weights, without a workspace; a layer's weights widened
  *   meet.c    the barrier of ranks that share a GPU
  *   times.c   how long each stage took, for benchmarks
  *   link.c    the link by itself, for benchmarks
@@ -88,7 +88,7 @@ typedef struct mk_cuda_state {
 /* maps.c */
 /* wish: "wide", "narrow" or NULL. A fused forward has the narrow tile whatever the wish. */
 void mk_cuda_choose_tiles(mok_workspace *w, const char *wish);
-mok_status mk_cuda_encode_gemm(mok_workspace *w, mk_gemm_id id, const mok_weights *weights, const void *x, int64_t num_tokens);
+mok_status mk_cuda_encode_gemm(mok_workspace *w, mk_gemm_id id, const mok_forward_args *a);
 mok_status mk_cuda_encode_backward(mok_workspace *w, const mok_backward_args *a);
 
 /* call.c */
@@ -99,8 +99,13 @@ void mk_cuda_refuse(mok_workspace *w, mk_operation operation, uint64_t layer, mo
 mok_status mk_cuda_mx_quantise(const mok_mx_quantise_args *args, void *stream);
 /* Which of a weight's two quantisations: MK_QUANT_FORWARD, what the forward (and a replay) multiplies with; _DGRAD. */
 typedef enum mk_quant { MK_QUANT_FORWARD, MK_QUANT_DGRAD } mk_quant;
-/* What makes the widened copy of one routed weight (MK_GRAD_GATE, _UP, _DOWN), out of whatever the caller gives. */
-mk_mx_weight_params mk_cuda_mx_weight(const mok_workspace *w, const mok_weights *weights, int matrix, mk_quant quant);
+/* Where the products read a quantisation of the routed weights, widened: in what the call was given, or else in the workspace. */
+char *mk_cuda_wide(const mok_workspace *w, const void *given, mk_quant quant);
+/* What makes the widened copy of one routed weight (MK_GRAD_GATE, _UP, _DOWN), out of whatever the caller gives, in `wide`. */
+mk_mx_weight_params mk_cuda_mx_weight(const mok_workspace *w, const mok_weights *weights, int matrix, mk_quant quant, char *wide);
+int64_t mk_cuda_mx_widen_pieces(const mk_mx_weight_params *p); /* blocks that have something to do */
+/* mok_mx_widen, its pointers checked; with the context current. */
+mok_status mk_cuda_mx_widen(mok_workspace *w, const mok_mx_widen_args *args, void *stream);
 
 /* On Blackwell: an operand as its tensor cores read it, e4m3 [count, rows, cols] with blocks along cols, and scales in atoms of 128 x 128 (mx/mx.h). In bytes:
  * from one row, matrix, row of atoms, matrix's atoms to the next. */
