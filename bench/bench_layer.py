@@ -223,6 +223,8 @@ class Layer:
         self._count_rows()
         if options.dtype != "bf16":
             self.engines["bf16"] = self._engine(group, self.declared, self.ids, (self.x, self.dout, self.router_weights), self._bf16_weights(), "bf16", self.shared)
+        if options.without_weight_cache:
+            self.engines["anew"] = self._engine(group, self.declared, self.ids, (self.x, self.dout, self.router_weights), self.weights, options.dtype, self.shared, keep=False)
         if options.against_ep1 and group.size > 1:
             self.engines["ep1"] = self._alone()
 
@@ -231,9 +233,9 @@ class Layer:
             return 0
         return max(64, shared // self.options.scale // 64 * 64) if shared else 0
 
-    def _engine(self, group, experts, ids, inputs, weights, dtype, shared):
+    def _engine(self, group, experts, ids, inputs, weights, dtype, shared, keep=True):
         o = self.options
-        shape = mok.Shape(self.hidden, self.width, experts, self.topk, ids.shape[0], shared_intermediate=shared, gate_up="combined", dtype=dtype, save=o.save,
+        shape = mok.Shape(self.hidden, self.width, experts, self.topk, ids.shape[0], shared_intermediate=shared, gate_up="combined", dtype=dtype, save=o.save, mx_keep_wide=keep,
                           ring_rows=o.ring_rows, minibatch_rows=o.minibatch_rows, minibatch_rows_bwd=o.minibatch_rows)
         return Engine(shape, group, ids, inputs, weights)
 
@@ -487,6 +489,7 @@ def record_of(layer, what, mode, times, host, error, machine, commit, options):
     record = {
         "shape": layer.name, "T": layer.tokens, "H": layer.hidden, "I": layer.width, "E": layer.experts, "K": layer.topk, "ranks": layer.group.size,
         "shared": layer.shared, "save": options.save, "ring_rows": layer.mok.workspace.plan.ring_rows, "dtype": options.dtype,
+        "weight_cache_bytes": _mx.kept_bytes() if layer.mok.workspace.keeps_wide else 0,
         "routing": {"uniform": "replacement"}.get(options.routing, options.routing),  # as the simulator calls it
         "busiest_rows": layer.busiest_rows, "pass": what, "mode": mode,
         "ms": {"p50": ms, "p99": percentile(times["mok"], 0.99)},
@@ -500,7 +503,8 @@ def record_of(layer, what, mode, times, host, error, machine, commit, options):
         "device": machine.name, "driver": machine.driver, "sm_clock": machine.sm_clock, "commit": commit,
         "torch": torch.__version__, "env": {k: v for k, v in os.environ.items() if k.startswith("MOK_") and k != "MOK_LIBRARY"},
     }
-    for name, key in (("ep1", "ratio_to_ep1" if options.routing == "uniform" else "ratio_to_ep1_same_table"), ("bf16", "ratio_to_bf16")):
+    for name, key in (("ep1", "ratio_to_ep1" if options.routing == "uniform" else "ratio_to_ep1_same_table"), ("bf16", "ratio_to_bf16"),
+                      ("anew", "ratio_to_without_weight_cache")):
         if name in times:
             ratio = quartiles([m / t for m, t in zip(times["mok"], times[name])])
             record.update({f"{name}_ms": statistics.median(times[name]), f"{name}_ring_rows": layer.engines[name].workspace.plan.ring_rows, key: ratio[1],
@@ -511,7 +515,7 @@ def record_of(layer, what, mode, times, host, error, machine, commit, options):
 # --- output -------------------------------------------------------------------------------------------------------------
 COLUMNS = (("shape", 26), ("T", 6), ("H", 6), ("I", 6), ("E", 4), ("K", 3), ("pass", 9), ("mode", 10), ("ms p50", 9), ("p99", 9), ("TFLOP/s", 8), ("dense", 7),
            ("of dense (quartiles)", 21), ("sched", 7), ("total", 8), ("plain", 8), ("speedup (quartiles)", 20), ("MHz", 5), ("pad", 5), ("host us", 8),
-           ("of EP 1", 8))
+           ("of EP 1", 8), ("of bf16", 8), ("of uncached", 11))
 
 
 def print_head():
@@ -528,7 +532,8 @@ def print_row(r):
     cells = (r["shape"], r["T"], r["H"], r["I"], r["E"], r["K"], r["pass"], r["mode"], number(r["ms"]["p50"], 3), number(r["ms"]["p99"], 3),
              number(r["tflops"], 1), number(r["dense_tflops"], 1), three(r["dense_ratio_quartiles"]), number(r["schedule_ms"], 3), number(r["total_ms"], 3),
              number(r["baseline_ms"], 3), three(r["speedup_quartiles"]), number(r["sm_clock"], 0), f"{100 * r['padding_share']:.0f}%", number(r["host_us"], 0),
-             number(r.get("ratio_to_ep1", r.get("ratio_to_ep1_same_table")), 3))
+             number(r.get("ratio_to_ep1", r.get("ratio_to_ep1_same_table")), 3), number(r.get("ratio_to_bf16"), 3),
+             number(r.get("ratio_to_without_weight_cache"), 3))
     print("  ".join(f"{cell!s:<{width}}" if i == 0 else f"{cell!s:>{width}}" for i, (cell, (_, width)) in enumerate(zip(cells, COLUMNS))), flush=True)
 
 
@@ -564,6 +569,8 @@ def parse(arguments=None):
     p.add_argument("--passes", default="forward", help="forward, backward, train: comma-separated")
     p.add_argument("--routing", default="uniform", choices=("uniform", "zipf", "one-rank"))
     p.add_argument("--dtype", default="bf16", choices=tuple(LIMITS), help="of MoK's routed experts; mxfp8 is measured beside bf16")
+    p.add_argument("--without-weight-cache", action="store_true",
+                   help="mxfp8 on Hopper: also with weights that every pass widens anew, in the same rounds; otherwise they are widened once and kept")
     p.add_argument("--against-ep1", action="store_true", help="with ranks: also every rank by itself, with the same rows")
     p.add_argument("--modes", default="burst,sustained")
     p.add_argument("--pairs", type=int, default=24, help="rounds, each with every contestant")
@@ -583,6 +590,8 @@ def parse(arguments=None):
     options = p.parse_args(arguments)
     wanted = [part for part in options.shapes.split(",") if part]
     options.names = [n for n in CASES if any(part == n or part in n and part not in CASES for part in wanted)] if wanted else list(CASES) if options.all else USUAL
+    if options.without_weight_cache and options.dtype != "mxfp8":
+        p.error("--without-weight-cache goes with --dtype mxfp8")
     options.passes, options.modes = options.passes.split(","), options.modes.split(",")
     try:
         options.tokens = [int(n) for n in options.tokens.split(",")]

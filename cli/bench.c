@@ -199,7 +199,7 @@ int command_bench(int argc, char **argv)
         ARG_INT("devices", "N", &o.devices, 0, 1, 64, "cuda: GPUs that the ranks are spread over; all if not given"),
         SHAPE_DTYPE_OPTION(&o.dtype),
         ARG_FLAG("requantise", &r.settings.requantise, "mxfp8: quantise the weights in every pass, not once before"),
-        ARG_INT_LIST("row-bytes", "LIST", &o.row_bytes, "14336,12288,8192,7424,4224,4096", 128, 1 << 20, "link: lengths of rows, multiples of 128"),
+        ARG_INT_LIST("row-bytes", "LIST", &o.row_bytes, "14336,12288,8192,4096", 128, 1 << 20, "link: lengths of rows in BF16, multiples of 128"),
         ARG_INT("blocks", "N", &o.blocks, 0, 1, 65535, "link: CTAs that move rows; one on each SM if not given"),
         ARG_FLAG("processes", &o.processes, "link: ranks are processes, with a GPU each"),
         ARG_FLAG("json", &json, "print JSON"),

@@ -53,6 +53,13 @@ static const int work_ceiling[] = {
 #undef CEILING
 };
 
+/* What crosses of a row of bf16 of so many bytes; in MXFP8 of a row as wide: a byte for each number, and one for 32. */
+static int64_t row_bytes_of(int64_t bf16_bytes, int work)
+{
+    int64_t cols = bf16_bytes / 2;
+    return work_bits[work] & MOK_LINK_MX ? cols + cols / 32 : bf16_bytes;
+}
+
 /* ---------------------------------------------------------------------------------------------------------------- routes -- */
 
 /* balanced: every rank sends as many rows to each other one. most: three quarters of all rows go to rank 0. one: all of them. */
@@ -103,6 +110,12 @@ static mok_status run_round(rank_job *job, mok_workspace *w, const void *schedul
         if (r.wrong_words) {
             snprintf(job->run->shared->sentence[job->rank], sizeof job->run->shared->sentence[0], "rank %d: %lld of the words it received are wrong (%s, rows of %lld bytes, work %d)",
                      job->rank, (long long)r.wrong_words, routings[number % num_routings(s)], (long long)s->row_bytes[number / num_routings(s)], work_bits[work]);
+            return MOK_E_BUG;
+        }
+        int64_t counted = r.rows_peer * row_bytes_of(s->row_bytes[number / num_routings(s)], work);
+        if (!(work_bits[work] & MOK_LINK_PLAIN) && (work_bits[work] & MOK_LINK_PULL) && r.bytes_pulled_peer != counted) {
+            snprintf(job->run->shared->sentence[job->rank], sizeof job->run->shared->sentence[0], "rank %d: %lld bytes were counted over the link, but its %lld rows are %lld (work %d)",
+                     job->rank, (long long)r.bytes_pulled_peer, (long long)r.rows_peer, (long long)counted, work_bits[work]);
             return MOK_E_BUG;
         }
         if (round >= 0)
@@ -326,7 +339,7 @@ static const char *row_name(int64_t bytes)
 {
     static const struct { int64_t bytes; const char *name; } known[] = {
         {14336, "kimi-k2.7-code, deepseek-v4-pro, deepseek-v3"}, {12288, "glm-5.2"}, {8192, "qwen3.5-397b-a17b, mixtral-8x7b"}, {4096, "qwen3-30b-a3b, olmoe-1b-7b"},
-        {5760, "gpt-oss-20b"}, {7424, "MXFP8 of 7168 (7,392), rounded up"}, {6400, "MXFP8 of 6144 (6,336), rounded up"}, {4224, "MXFP8 of 4096"}, {2176, "MXFP8 of 2048 (2,112), rounded up"}};
+        {5760, "gpt-oss-20b"}};
     for (size_t i = 0; i < sizeof known / sizeof *known; i++)
         if (known[i].bytes == bytes)
             return known[i].name;
@@ -354,7 +367,7 @@ static void count_rows(const bench_link_settings *s, int routing, bench_link_cas
 static double bytes_of(const bench_link_case *c, int work)
 {
     bool both = (work_bits[work] & MOK_LINK_PULL) && (work_bits[work] & MOK_LINK_PUSH);
-    return work_bits[work] & MOK_LINK_EMPTY ? 0 : (double)((both ? c->rows_both : c->rows) * c->row_bytes);
+    return work_bits[work] & MOK_LINK_EMPTY ? 0 : (double)((both ? c->rows_both : c->rows) * row_bytes_of(c->row_bytes, work));
 }
 
 static bool sum_up_work(const bench_link_run *run, int64_t number, int work, bench_link_case *c)

@@ -7,7 +7,7 @@
 
 enum { BENCH_LINK_MAX_ROWS = 16, BENCH_LINK_ROUTINGS = 3, BENCH_LINK_MAX_RANKS = 64 };
 
-/* X(name, bits of mok_link_work, ceiling). Measured in this order, round after round. */
+/* X(name, bits of mok_link_work, ceiling). pull_mx: tokens as wide, in MXFP8; its "ceiling" is what bf16 takes. Measured in this order, round after round. */
 #define BENCH_LINK_WORKS(X)                                                                               \
     X(plain_pull, MOK_LINK_PLAIN | MOK_LINK_PULL, -1)                                                     \
     X(pull, MOK_LINK_PULL, BENCH_LINK_plain_pull)                                                         \
@@ -18,7 +18,8 @@ enum { BENCH_LINK_MAX_ROWS = 16, BENCH_LINK_ROUTINGS = 3, BENCH_LINK_MAX_RANKS =
     X(pull_told, MOK_LINK_PLAIN | MOK_LINK_PULL | MOK_LINK_SIGNAL, BENCH_LINK_plain_pull)                 \
     X(push_told, MOK_LINK_PLAIN | MOK_LINK_PUSH | MOK_LINK_SIGNAL, BENCH_LINK_plain_push)                 \
     X(pull_news, MOK_LINK_PLAIN | MOK_LINK_PULL | MOK_LINK_SIGNAL | MOK_LINK_EMPTY, -1)                   \
-    X(push_news, MOK_LINK_PLAIN | MOK_LINK_PUSH | MOK_LINK_SIGNAL | MOK_LINK_EMPTY, -1)
+    X(push_news, MOK_LINK_PLAIN | MOK_LINK_PUSH | MOK_LINK_SIGNAL | MOK_LINK_EMPTY, -1)                   \
+    X(pull_mx, MOK_LINK_PULL | MOK_LINK_MX, BENCH_LINK_pull)
 enum {
 #define BENCH_LINK_ENUM(name, bits, ceiling) BENCH_LINK_##name,
     BENCH_LINK_WORKS(BENCH_LINK_ENUM)

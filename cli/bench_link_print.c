@@ -17,6 +17,8 @@ static double rate(const bench_link_time *t) { return t->bytes / t->p50; }
 /* What the news of arrival costs on top of the rows themselves. */
 static double signal_seconds(const bench_link_case *c, int told, int plain) { return c->times[told].p50 - c->times[plain].p50; }
 
+static double mx_bytes_of_bf16(const bench_link_case *c) { return c->times[BENCH_LINK_pull_mx].bytes / c->times[BENCH_LINK_pull].bytes; }
+
 void bench_link_json(json_writer *w, const bench_link *l)
 {
     json_begin_object(w, "link");
@@ -41,9 +43,10 @@ void bench_link_json(json_writer *w, const bench_link *l)
                 json_double(w, "gb_per_second", 1e-9 * rate(t));
             }
             if (!isnan(t->share))
-                json_double(w, "share_of_ceiling", t->share);
+                json_double(w, work == BENCH_LINK_pull_mx ? "times_as_fast_as_bf16" : "share_of_ceiling", t->share);
             json_end_object(w);
         }
+        json_double(w, "mx_bytes_of_bf16", mx_bytes_of_bf16(c));
         json_double(w, "pull_signals_us", 1e6 * signal_seconds(c, BENCH_LINK_pull_told, BENCH_LINK_plain_pull));
         json_double(w, "push_signals_us", 1e6 * signal_seconds(c, BENCH_LINK_push_told, BENCH_LINK_plain_push));
         json_end_object(w);
@@ -77,6 +80,25 @@ static void print_rates(const bench_link *l)
     term_table_print(&t, stdout);
 }
 
+static void print_mx(const bench_link *l)
+{
+    term_table t;
+    term_table_start(&t, "rlrrrrrr", (const char *[]){"row", "routing", "bytes", "of BF16's", "p50", "p99", "rate", "times as fast"});
+    for (int32_t i = 0; i < l->num_cases; i++) {
+        const bench_link_case *c = &l->cases[i];
+        const bench_link_time *mx = &c->times[BENCH_LINK_pull_mx];
+        term_table_cell(&t, "%lld", (long long)c->row_bytes);
+        term_table_cell(&t, "%s", c->routing);
+        term_table_cell(&t, "%s", term_si(mx->bytes, "B").text);
+        term_table_cell(&t, "%.3f", mx_bytes_of_bf16(c));
+        term_table_cell(&t, "%s", term_seconds(mx->p50).text);
+        term_table_cell(&t, "%s", term_seconds(mx->p99).text);
+        term_table_cell(&t, "%s", term_si(rate(mx), "B/s").text);
+        term_table_cell(&t, "%.3f", mx->share);
+    }
+    term_table_print(&t, stdout);
+}
+
 static void print_signals(const bench_link *l)
 {
     term_table t;
@@ -102,6 +124,8 @@ void bench_link_text(const bench_link *l)
     printf("Bytes and rates are of one direction of the busiest rank; a round takes as long as its slowest rank. At best: whole rows by as many bulk copies as fit, in\n"
            "the same rounds; share: the median of the rounds' ratios.\n\n");
     print_rates(l);
+    printf("\nTokens as wide in MXFP8, pulled by the code of s1_dispatch: bytes as it counted them; times as fast: the median of the rounds' ratios to pull.\n\n");
+    print_mx(l);
     printf("\nSignals that rows have arrived: what they add to plain copies, and alone. Pull: counts in the puller's own memory; push: a flag for every row, at its token's rank.\n\n");
     print_signals(l);
 }

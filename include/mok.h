@@ -616,8 +616,9 @@ MOK_API mok_status mok_stage_times_read(mok_workspace *workspace, mok_stage_time
  * MOK_LINK_PLAIN instead of that code: whole rows, with as many bulk copies under way as fit. What the link gives at best.
  * MOK_LINK_SIGNAL with PLAIN: and the news that rows have arrived. Pulled: the puller counts them in its own memory, batch by batch. Pushed:
  *                a flag for every row, written at the token's rank once the row is complete there.
- * MOK_LINK_EMPTY with PLAIN and SIGNAL: the news alone. */
-typedef enum mok_link_work { MOK_LINK_PULL = 1, MOK_LINK_PUSH = 2, MOK_LINK_PLAIN = 4, MOK_LINK_SIGNAL = 8, MOK_LINK_EMPTY = 16 } mok_link_work;
+ * MOK_LINK_EMPTY with PLAIN and SIGNAL: the news alone.
+ * MOK_LINK_MX    with PULL alone: the rows travel as in MXFP8, as e4m3 and scales, and land in the ring as s1_dispatch leaves them there */
+typedef enum mok_link_work { MOK_LINK_PULL = 1, MOK_LINK_PUSH = 2, MOK_LINK_PLAIN = 4, MOK_LINK_SIGNAL = 8, MOK_LINK_EMPTY = 16, MOK_LINK_MX = 32 } mok_link_work;
 typedef struct mok_link_args {
     const void *schedule;
     int64_t num_tokens;    /* as in the schedule */
@@ -628,6 +629,7 @@ typedef struct mok_link_result {
     double seconds;        /* on this rank's GPU, from the barrier of all ranks to the end of its own moves */
     int64_t rows, rows_peer; /* in this rank's table; those whose token lives on another rank */
     int64_t wrong_words;   /* of 4 bytes, in what this rank received; flags and counters too. 0 unless something is broken */
+    int64_t bytes_pulled_peer; /* over the link, of rows that s1_dispatch's code has counted as it moved them; 0 with PLAIN */
 } mok_link_result;
 /* MOK_E_UNSUPPORTED on another backend, with MXFP8 or another top-k; MOK_E_STATE if the table does not fit the ring; MOK_E_ARG. */
 MOK_API mok_status mok_link_move(mok_workspace *workspace, const mok_link_args *args, void *stream, mok_link_result *result);

@@ -47,7 +47,7 @@ mok_status mok_stage_times_read(mok_workspace *w, mok_stage_time *times, int32_t
 
 mok_status mok_link_move(mok_workspace *w, const mok_link_args *a, void *stream, mok_link_result *result)
 {
-    const int32_t all = MOK_LINK_PULL | MOK_LINK_PUSH | MOK_LINK_PLAIN | MOK_LINK_SIGNAL | MOK_LINK_EMPTY;
+    const int32_t all = MOK_LINK_PULL | MOK_LINK_PUSH | MOK_LINK_PLAIN | MOK_LINK_SIGNAL | MOK_LINK_EMPTY | MOK_LINK_MX;
     if (!w || !a || !result || !a->schedule)
         return mk_fail(MOK_E_ARG, "%s is NULL", !w ? "workspace" : !a ? "args" : !result ? "result" : "schedule");
     if (!w->backend->link_move)
@@ -55,6 +55,8 @@ mok_status mok_link_move(mok_workspace *w, const mok_link_args *a, void *stream,
     if (!(a->work & (MOK_LINK_PULL | MOK_LINK_PUSH)) || (a->work & ~all) || ((a->work & (MOK_LINK_SIGNAL | MOK_LINK_EMPTY)) && !(a->work & MOK_LINK_PLAIN)) ||
         ((a->work & MOK_LINK_EMPTY) && !(a->work & MOK_LINK_SIGNAL)))
         return mk_fail(MOK_E_ARG, "work is %d: it needs MOK_LINK_PULL, MOK_LINK_PUSH or both; MOK_LINK_SIGNAL goes with MOK_LINK_PLAIN, MOK_LINK_EMPTY with both", a->work);
+    if ((a->work & MOK_LINK_MX) && (a->work & ~MOK_LINK_MX) != MOK_LINK_PULL)
+        return mk_fail(MOK_E_ARG, "work is %d: MOK_LINK_MX goes with MOK_LINK_PULL alone: only rows of x travel in MXFP8", a->work);
     if (a->blocks < 0 || a->blocks > 65535)
         return mk_fail(MOK_E_ARG, "blocks is %d, but must be from 0 to 65535", a->blocks);
     if (w->broken)

@@ -60,7 +60,7 @@ inline const std::vector<Kernel> &kernels()
         MK_EMULATED(mok_s5_combine_bwd), MK_EMULATED(mok_mx_quantise_rows), MK_EMULATED(mok_mx_widen_rows), MK_EMULATED(mok_mx_quantise_matrix),
         MK_EMULATED(mok_mx_widen_matrix), MK_EMULATED(mok_mx_widen_weights), MK_EMULATED(mok_s1_dispatch_mx), MK_EMULATED(mok_s2_gate_up_wide_mx),
         MK_EMULATED(mok_s2_gate_up_narrow_mx), MK_EMULATED(mok_forward_fused_mx), MK_EMULATED(mok_backward_fused_mx),
-        MK_EMULATED(mok_mx_quantise_turned), MK_EMULATED(mok_mx_take_part), MK_EMULATED(mok_s4_down_wide_mx), MK_EMULATED(mok_s4_down_narrow_mx), MK_EMULATED(mok_link_fill), MK_EMULATED(mok_link_move),
+        MK_EMULATED(mok_mx_quantise_turned), MK_EMULATED(mok_mx_take_part), MK_EMULATED(mok_s4_down_wide_mx), MK_EMULATED(mok_s4_down_narrow_mx), MK_EMULATED(mok_link_fill), MK_EMULATED(mok_link_move), MK_EMULATED(mok_link_move_mx),
         MK_EMULATED(mok_link_copy), MK_EMULATED(mok_link_check)};
 #undef MK_EMULATED
     return all;

@@ -165,6 +165,9 @@ TEST(link_of_virtual_ranks_moves_what_the_routing_says)
         CHECK(fabs(number(t, "gb_per_second") / (1e-6 * number(t, "bytes") / number(t, "p50_ms")) - 1) < 1e-6);
     }
     CHECK(number(json_get(one, "push_news"), "p50_ms") > 0);
+    const json_value *mx = json_get(balanced, "pull_mx");
+    CHECK_EQ(number(mx, "bytes"), 8 * (576 + 576 / 32)); /* of 576 numbers; the bench has compared with what dispatch counted */
+    CHECK(number(mx, "times_as_fast_as_bf16") > 0 && number(balanced, "mx_bytes_of_bf16") <= 0.52 && number(balanced, "mx_bytes_of_bf16") > 0.5);
     json_free(v);
 }
 
@@ -173,7 +176,7 @@ TEST(link_of_one_rank_with_rows_longer_than_a_slot)
     int status;
     const std::string text = bench({LINK, "--ranks", "1", "--tokens", "3", "--row-bytes", "33024"}, &status);
     CHECK_EQ(status, 0);
-    for (const char *part : {"1 rank", "on one GPU, so nothing crosses a link", "33024", "alone", "pull", "push", "both", "push: more"})
+    for (const char *part : {"1 rank", "on one GPU, so nothing crosses a link", "33024", "alone", "pull", "push", "both", "push: more", "0.516"})
         CHECK_STR(text.c_str(), part);
 }
 
@@ -192,6 +195,24 @@ TEST(link_notices_a_wrong_word_and_a_missing_signal)
         });
         CHECK_EQ(status, 1);
         CHECK_STR(text.c_str(), "rank 0: 1 of the words it received are wrong");
+    }
+}
+
+TEST(link_notices_a_wrong_number_that_came_in_MXFP8_and_a_miscount)
+{
+    for (const bool miscount : {false, true}) {
+        int status, moves = 0;
+        const std::string text = bench({LINK, "--ranks", "1", "--tokens", "20", "--row-bytes", "256"}, &status, 2, [&](const std::string &kernel, const void *params) {
+            const mk_link_params &p = *static_cast<const mk_link_params *>(params);
+            if (kernel != "mok_link_check" || !p.mx || moves++)
+                return;
+            if (miscount)
+                reinterpret_cast<mk_device_state *>(p.rank.local + p.rank.memory.device_state)->row_moves_peer++;
+            else
+                p.rank.local[p.rank.memory.ring_x + 2] ^= 4;
+        });
+        CHECK_EQ(status, 1);
+        CHECK_STR(text.c_str(), miscount ? "bytes were counted over the link, but its" : "1 of the words it received are wrong");
     }
 }
 

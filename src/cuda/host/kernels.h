@@ -41,6 +41,7 @@
     X(mok_mx_take_part, 256, MK_SMALL_SHARED, 1)          \
     X(mok_link_fill, 256, MK_SMALL_SHARED, 1)             \
     X(mok_link_move, 288, MK_LINK_MOVE_SHARED, 1)         \
+    X(mok_link_move_mx, 288, MK_LINK_MOVE_SHARED, 1)      \
     X(mok_link_copy, 256, MK_LINK_COPY_SHARED, 1)         \
     X(mok_link_check, 256, MK_SMALL_SHARED, 1)
 

@@ -20,6 +20,7 @@ typedef struct link_call {
     int64_t blocks;
     mk_cuda_kernel kernel;
     mk_cu_event event[2];
+    int64_t moves_before;    /* of rows of other ranks, as the device counts them */
 } link_call;
 
 static mok_status launch(const link_call *c, mk_cuda_kernel kernel, int64_t blocks, void *params)
@@ -46,7 +47,7 @@ static mok_status poison(const link_call *c)
     const mk_dims *d = &c->w->dims;
     const mk_memory *m = &c->w->memory;
     int64_t row = 2 * d->hidden, tokens = c->p.num_tokens;
-    MK_TRY(fill(c, c->w->local + m->ring_x, 0xffffffffu, c->head.num_tiles * MK_ROW_TILE * row, "the ring"));
+    MK_TRY(fill(c, c->w->local + m->ring_x, 0xffffffffu, MK_RING_ROWS(d) * row, "the ring"));
     MK_TRY(fill(c, c->w->heap + m->slots, 0xffffffffu, tokens * row, "the slots"));
     MK_TRY(fill(c, c->w->heap + m->dweight_slots, 0, tokens * 4, "the flags"));
     MK_TRY(fill(c, c->w->local + m->counters + 4 * mk_counter_index(d, MK_COUNTER_s1_rows_arrived, 0), 0, c->head.num_tiles * 4, "the counters"));
@@ -77,6 +78,14 @@ static mok_status move(link_call *c)
     return MOK_OK;
 }
 
+/* Nothing of the workspace runs. */
+static mok_status read_moves(const link_call *c, int64_t *moves)
+{
+    MK_CUDA_TRY(c->api->cuMemcpyDtoH(moves, mk_cu_address(c->w->local + c->w->memory.device_state + offsetof(mk_device_state, row_moves_peer)), sizeof *moves),
+                "rank %d: reading the count of rows moved", c->w->dims.rank);
+    return MOK_OK;
+}
+
 static mok_status finish(link_call *c, mok_link_result *result)
 {
     mk_cuda_state *s = c->s;
@@ -91,7 +100,10 @@ static mok_status finish(link_call *c, mok_link_result *result)
     MK_TRY(mk_cuda_take_fault(c->w, NULL));
     MK_CUDA_TRY(c->api->cuEventElapsedTime(&ms, c->event[0], c->event[1]), "rank %d: reading the time of the moves", rank);
     MK_CUDA_TRY(c->api->cuMemcpyDtoH(&wrong, mk_cu_address(c->p.wrong), sizeof wrong), "rank %d: reading the count of wrong words", rank);
-    *result = (mok_link_result){.seconds = 1e-3 * (double)ms, .rows = c->head.num_rows, .rows_peer = c->head.rows_peer, .wrong_words = (int64_t)wrong};
+    int64_t moves, row_bytes = c->p.mx ? mk_mx_row_bytes(c->w->dims.hidden) : 2 * c->w->dims.hidden;
+    MK_TRY(read_moves(c, &moves));
+    *result = (mok_link_result){.seconds = 1e-3 * (double)ms, .rows = c->head.num_rows, .rows_peer = c->head.rows_peer, .wrong_words = (int64_t)wrong,
+                                .bytes_pulled_peer = (moves - c->moves_before) * row_bytes};
     return MOK_OK;
 }
 
@@ -99,6 +111,7 @@ static mok_status run(link_call *c, mok_link_result *result)
 {
     if (c->s->called && c->s->last_stream != c->stream)
         MK_CUDA_TRY(c->api->cuStreamWaitEvent(c->stream, c->s->done, 0), "rank %d: ordering two streams", c->w->dims.rank);
+    MK_TRY(read_moves(c, &c->moves_before)); /* what called last has been waited for: schedule_head and the calls before this */
     MK_TRY(barrier(c, prepare(c)));
     MK_TRY(barrier(c, move(c)));
     return finish(c, result);
@@ -143,9 +156,9 @@ mok_status mk_cuda_link_move(mok_workspace *w, const mok_link_args *a, void *str
     mk_cuda_state *s = w->state;
     bool plain = a->work & MOK_LINK_PLAIN, pull = a->work & MOK_LINK_PULL, push = a->work & MOK_LINK_PUSH, signal = a->work & MOK_LINK_SIGNAL;
     link_call c = {.w = w, .s = s, .api = s->api, .stream = stream, .blocks = a->blocks ? a->blocks : s->device->num_sms,
-                   .kernel = plain ? MK_CUDA_mok_link_copy : MK_CUDA_mok_link_move};
+                   .kernel = plain ? MK_CUDA_mok_link_copy : a->work & MOK_LINK_MX ? MK_CUDA_mok_link_move_mx : MK_CUDA_mok_link_move};
     c.p = (mk_link_params){.rank = s->rank, .schedule = (void *)(uintptr_t)a->schedule, .num_tokens = a->num_tokens, .pull = pull, .push = push,
-                           .wrong = (uint64_t *)(w->local + w->memory.expert_cursor), .payload = !(a->work & MOK_LINK_EMPTY), .round = 1};
+                           .wrong = (uint64_t *)(w->local + w->memory.expert_cursor), .payload = !(a->work & MOK_LINK_EMPTY), .mx = (a->work & MOK_LINK_MX) != 0, .round = 1};
     c.p.signal = (pull && (signal || !plain) ? MK_LINK_SIGNAL_PULL : 0) | (push && signal ? MK_LINK_SIGNAL_PUSH : 0);
     MK_TRY(w->backend->schedule_head(w, a->schedule, &c.head));
     MK_TRY(check(&c));

@@ -25,6 +25,21 @@ MK_DEVICE uint32_t link_wrong_words(const bf16 *row, uint32_t words, uint32_t ra
     return wrong;
 }
 
+/* In MXFP8: elements that are numbers, four to a word, and scales around 1. */
+MK_DEVICE uint32_t link_mx_word(uint32_t rank, uint32_t token, uint32_t word)
+{
+    return (link_word(rank, token, 2 * word) & 0x770077) | (link_word(rank, token, 2 * word + 1) & 0x770077) << 8;
+}
+MK_DEVICE uint8_t link_mx_scale(uint32_t rank, uint32_t token, uint32_t block) { return (uint8_t)(124 + ((token * 5 + rank * 3 + block) & 7)); }
+
+MK_DEVICE void link_fill_mx_row(uint8_t *row, uint32_t cols, uint32_t rank, uint32_t token)
+{
+    for (uint32_t w = lane_idx(); w < cols / 4; w += 32)
+        store(reinterpret_cast<uint32_t *>(row) + w, link_mx_word(rank, token, w));
+    for (uint32_t block = lane_idx(); block < cols / MK_MX_BLOCK; block += 32)
+        store(row + cols + block, link_mx_scale(rank, token, block));
+}
+
 struct Link {
     const mk_link_params &p;
     const mk_rank_params &r;
@@ -34,6 +49,25 @@ struct Link {
     MK_MEMBER Link(const mk_link_params &params) : p(params), r(params.rank), t(mk_table_at(&params.rank.memory, params.schedule)), num_rows(load(&t.head->num_tiles) * (int64_t)MK_ROW_TILE) {}
 
     MK_MEMBER bf16 *ring(int64_t buffer, int64_t row) const { return in_local<bf16>(r, buffer) + row * r.dims.hidden; }
+    /* One warp: a row of ring_x, whose token came in MXFP8: widened, or where it is multiplied as it is, elements and behind the ring's all scales. */
+    MK_MEMBER uint32_t wrong_mx_words(int64_t row, uint32_t rank, uint32_t token) const
+    {
+        const uint32_t cols = (uint32_t)r.dims.hidden;
+        const uint8_t *base = in_local<uint8_t>(r, r.memory.ring_x), *scales = base + MK_RING_ROWS(&r.dims) * r.dims.hidden;
+        uint32_t wrong = 0;
+        for (uint32_t w = lane_idx(); w < cols / 4; w += 32) {
+            const uint32_t word = link_mx_word(rank, token, w);
+            const uint8_t scale = link_mx_scale(rank, token, w / (MK_MX_BLOCK / 4));
+            if constexpr (kMultipliesMx) {
+                wrong += load(reinterpret_cast<const uint32_t *>(base + row * cols) + w) != word;
+                wrong += w % (MK_MX_BLOCK / 4) == 0 && load(scales + mk_mx_scale_index(row, w / (MK_MX_BLOCK / 4), cols)) != scale;
+            } else {
+                for (uint32_t i = 0; i < 4; i++)
+                    wrong += load(ring(r.memory.ring_x, row) + 4 * w + i) != mk_mx_widen((uint8_t)(word >> 8 * i), scale);
+            }
+        }
+        return wrong;
+    }
     MK_MEMBER bf16 *slot(const mk_row &record) const { return in_peer<bf16>(r, record.src_rank, r.memory.slots) + record.src_slot * r.dims.hidden; }
     MK_MEMBER uint32_t *flag(const mk_row &record) const { return in_peer<uint32_t>(r, record.src_rank, r.memory.dweight_slots) + record.src_slot; }
 };
@@ -42,7 +76,9 @@ MK_DEVICE void link_fill(const mk_link_params &p, int64_t warp, int64_t num_warp
 {
     const Link link(p);
     const uint32_t words = (uint32_t)(p.rank.dims.hidden / 2);
-    for (int64_t token = warp; token < p.num_tokens; token += num_warps)
+    for (int64_t token = warp; token < p.num_tokens && p.mx; token += num_warps)
+        link_fill_mx_row(in_heap<uint8_t>(p.rank, p.rank.memory.x) + token * mk_mx_row_stride(p.rank.dims.hidden), words * 2, (uint32_t)p.rank.dims.rank, (uint32_t)token);
+    for (int64_t token = warp; token < p.num_tokens && !p.mx; token += num_warps)
         link_fill_row(in_heap<bf16>(p.rank, p.rank.memory.x) + token * p.rank.dims.hidden, words, (uint32_t)p.rank.dims.rank, (uint32_t)token);
     for (int64_t row = warp; row < link.num_rows; row += num_warps) {
         const mk_row record = load(&link.t.rows[row]);
@@ -58,7 +94,9 @@ MK_DEVICE void link_check(const mk_link_params &p, int64_t warp, int64_t num_war
     uint32_t wrong = 0;
     for (int64_t row = warp; row < link.num_rows && p.pull; row += num_warps) {
         const mk_row record = load(&link.t.rows[row]);
-        if (p.payload && record.src_rank >= 0)
+        if (p.mx && record.src_rank >= 0)
+            wrong += link.wrong_mx_words(row, (uint32_t)record.src_rank, (uint32_t)record.src_slot);
+        else if (p.payload && record.src_rank >= 0)
             wrong += link_wrong_words(link.ring(p.rank.memory.ring_x, row), words, (uint32_t)record.src_rank, (uint32_t)record.src_slot);
         if ((p.signal & MK_LINK_SIGNAL_PULL) && row % MK_ROW_TILE == 0 && lane_idx() == 0)
             wrong += load(counter_at(p.rank, MK_COUNTER_s1_rows_arrived, row / MK_ROW_TILE)) != (uint32_t)mk_valid_rows(&link.t, row / MK_ROW_TILE);
@@ -138,13 +176,14 @@ MK_DEVICE void link_push(const Link &link, uint32_t staging)
     }
 }
 
-MK_DEVICE void link_move(const mk_link_params &p, LinkMoveShared &s)
+template <bool Mx> MK_DEVICE void link_move(const mk_link_params &p, LinkMoveShared &s)
 {
     const Link link(p);
-    if (warp_idx() < MK_LINK_WARPS && p.push)
-        link_push(link, smem_addr(s.staging[warp_idx()]));
+    if constexpr (!Mx)
+        if (warp_idx() < MK_LINK_WARPS && p.push)
+            link_push(link, smem_addr(s.staging[warp_idx()]));
     if (warp_idx() == MK_LINK_WARPS && p.pull && link.num_rows) {
-        Dispatch<false> dispatch(p.rank, link.t, s.dispatch, nullptr);
+        Dispatch<Mx> dispatch(p.rank, link.t, s.dispatch, nullptr);
         dispatch.move_all(&device_state(p.rank)->tickets[0], link.num_rows - 1, link.num_rows);
         dispatch.count();
     }
@@ -246,6 +285,7 @@ MK_DEVICE int64_t link_warps() { return (int64_t)num_blocks() * 8; }
 } /* namespace mk */
 
 MK_ENTRY MK_KERNEL(256) mok_link_fill(MK_KERNEL_PARAM mk_link_params p) { mk::link_fill(p, mk::link_warp(), mk::link_warps()); }
-MK_ENTRY MK_KERNEL(288) mok_link_move(MK_KERNEL_PARAM mk_link_params p) { mk::link_move(p, *static_cast<mk::LinkMoveShared *>(mk::shared_base())); }
+MK_ENTRY MK_KERNEL(288) mok_link_move(MK_KERNEL_PARAM mk_link_params p) { mk::link_move<false>(p, *static_cast<mk::LinkMoveShared *>(mk::shared_base())); }
+MK_ENTRY MK_KERNEL(288) mok_link_move_mx(MK_KERNEL_PARAM mk_link_params p) { mk::link_move<true>(p, *static_cast<mk::LinkMoveShared *>(mk::shared_base())); }
 MK_ENTRY MK_KERNEL(256) mok_link_copy(MK_KERNEL_PARAM mk_link_params p) { mk::link_copy(p, *static_cast<mk::LinkCopyShared *>(mk::shared_base())); }
 MK_ENTRY MK_KERNEL(256) mok_link_check(MK_KERNEL_PARAM mk_link_params p) { mk::link_check(p, mk::link_warp(), mk::link_warps()); }

@@ -5,6 +5,7 @@
  *   mok_link_fill   mk_link_params   any x 256                                known numbers: x in this rank's heap; rows to push in ring_dout
  *   mok_link_move   mk_link_params   any x 288, MK_LINK_MOVE_SHARED bytes     the stages' own code: s1_dispatch by one warp of a CTA, the push of
  *                                                                             s4_down's epilogue by eight, as in mok_forward_fused
+ *   mok_link_move_mx  mk_link_params  as mok_link_move                        its pull with rows in MXFP8: e4m3 and scales, into the ring as a pass has them
  *   mok_link_copy   mk_link_params   any x 256, MK_LINK_COPY_SHARED bytes     the same rows as fast as the GPU can: the ceiling; signals, if wanted
  *   mok_link_check  mk_link_params   any x 256                                counts 4-byte words that are not what was sent
  *
@@ -29,6 +30,7 @@ typedef struct mk_link_params {
     int32_t signal;      /* MK_LINK_SIGNAL_PULL: a counter here for each batch of rows that have arrived (mok_link_move always does that);
                           * MK_LINK_SIGNAL_PUSH: a flag at the token's rank for each row (mok_link_copy only) */
     int32_t payload;     /* mok_link_copy: 0: signals only */
+    int32_t mx;          /* rows of x are in MXFP8 (mx/mx.h) */
     uint32_t round;      /* value of the flags, not 0 */
 } mk_link_params;
 
