@@ -13,6 +13,7 @@
 
 typedef struct soak_settings {
     mok_backend_id backend;
+    mok_dtype dtype; /* MOK_DTYPE_AUTO: each step's own */
     int64_t steps, first, seconds, seed, faults, processes;
 } soak_settings;
 
@@ -32,7 +33,7 @@ static bool run(const soak_settings *s, soak_counts *counts, int64_t *step, char
     term_progress_start(&progress, "soaking", "step", 0, s->steps);
     for (*step = s->first; ok && *step < s->first + s->steps && (!s->seconds || term_now() - start < (double)s->seconds); ++*step) {
         uint64_t seed = seed_of(s, *step);
-        ok = soak_step(seed, s->backend, counts, error, size);
+        ok = soak_step(seed, s->backend, s->dtype, counts, error, size);
         if (ok && s->faults && *step % s->faults == s->faults - 1) {
             ok = soak_fault(seed, error, size);
             counts->faults += ok;
@@ -89,15 +90,15 @@ static int soak(const soak_settings *s, bool json)
                (long long)counts.faults, (long long)counts.processes, term_count(counts.rows).text, term_count(counts.ring_rotations).text, term_count(counts.rows_replayed).text,
                term_count(counts.wgrad_continued).text);
     if (!ok)
-        fprintf(stderr, "mok soak: step %lld: %s\n  repeat: mok soak --backend %s --seed %lld --first %lld --steps 1 --faults %d --processes %d\n", (long long)step, error,
-                shape_backend_name(s->backend), (long long)s->seed, (long long)step, s->faults != 0, s->processes != 0);
+        fprintf(stderr, "mok soak: step %lld: %s\n  repeat: mok soak --backend %s --dtype %s --seed %lld --first %lld --steps 1 --faults %d --processes %d\n", (long long)step, error,
+                shape_backend_name(s->backend), s->dtype ? shape_dtype_name(s->dtype) : "mixed", (long long)s->seed, (long long)step, s->faults != 0, s->processes != 0);
     return ok ? 0 : 1;
 }
 
 int command_soak(int argc, char **argv)
 {
     soak_settings s;
-    const char *backend;
+    const char *backend, *dtype;
     bool json;
     char error[1024];
     memset(&s, 0, sizeof s);
@@ -109,6 +110,7 @@ int command_soak(int argc, char **argv)
         ARG_INT("faults", "N", &s.faults, 10, 0, ARG_NO_LIMIT, "a fault on cpu ranks after every N-th step, 0 for none"),
         ARG_INT("processes", "N", &s.processes, 200, 0, ARG_NO_LIMIT, "after every N-th step, cpu ranks as processes, one of which ends; 0 for never"),
         ARG_STRING("backend", "NAME", &backend, "cpu", "cpu, or cuda: ranks share the first GPU"),
+        ARG_STRING("dtype", "NAME", &dtype, "mixed", "bf16, mxfp8, or mixed: a quarter of the steps in mxfp8 (cuda: none)"),
         ARG_FLAG("json", &json, "print JSON"),
     };
     const size_t num_options = sizeof options / sizeof *options;
@@ -117,7 +119,8 @@ int command_soak(int argc, char **argv)
     if (parsed == ARGS_HELP)
         args_help(stdout, "mok soak", "Steps on random layers, every one checked, with faults in between.", options, num_options);
     if (parsed == ARGS_OK) {
-        if (shape_backend(backend, &s.backend, error, sizeof error) && shape_backend_usable(s.backend, error, sizeof error)) {
+        bool mixed = !strcmp(dtype, "mixed");
+        if (shape_backend(backend, &s.backend, error, sizeof error) && (mixed || shape_dtype(dtype, &s.dtype, error, sizeof error)) && shape_backend_usable(s.backend, error, sizeof error)) {
             s.backend = s.backend == MOK_BACKEND_CUDA ? MOK_BACKEND_CUDA : MOK_BACKEND_CPU;
             status = soak(&s, json);
         } else {

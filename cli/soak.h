@@ -14,9 +14,10 @@ int64_t soak_below(uint64_t *state, int64_t n);
  * rank's process; all must be noticed. */
 bool soak_spoils(const char *what);
 
-/* One step on a layer that `seed` decides: shape, ranks, tokens of each, routing, ring, minibatches, save policy, threads, data type. All results of
+/* One step on a layer that `seed` decides: shape, ranks, tokens of each, routing, ring, minibatches, save policy, threads, forms of MXFP8's weights, and the
+ * data type if `dtype` is MOK_DTYPE_AUTO. All results of
  * several ranks are compared byte by byte with one rank's, and with a repetition. False and a sentence. */
-bool soak_step(uint64_t seed, mok_backend_id backend, soak_counts *counts, char *error, size_t error_size);
+bool soak_step(uint64_t seed, mok_backend_id backend, mok_dtype dtype, soak_counts *counts, char *error, size_t error_size);
 
 /* One fault on a group of cpu ranks that `seed` decides: a bad expert id, a refusal, another layer, a rank that never comes. All ranks must be told the
  * same (of an absent rank: whom they miss), and the group, or a new one, must work afterwards. */

@@ -28,7 +28,7 @@ static void split_tokens(soak_case *c, uint64_t *s)
     }
 }
 
-static soak_case make_case(uint64_t seed, mok_backend_id backend)
+static soak_case make_case(uint64_t seed, mok_backend_id backend, mok_dtype dtype)
 {
     static const int32_t first_device[MAX_RANKS];
     static const mok_save saves[] = {MOK_SAVE_NONE, MOK_SAVE_RING, MOK_SAVE_ALL, MOK_SAVE_ROWS};
@@ -45,6 +45,7 @@ static soak_case make_case(uint64_t seed, mok_backend_id backend)
     c.cfg.topk = 1 + soak_below(&s, c.cfg.num_experts < 4 ? c.cfg.num_experts : 4);
     c.cfg.swiglu_limit = soak_below(&s, 3) ? 0 : 1.5f;
     c.cfg.dtype = !cuda && soak_below(&s, 4) == 0 ? MOK_MXFP8 : MOK_BF16;
+    c.cfg.dtype = dtype ? dtype : c.cfg.dtype;
     c.many = (layer_options){.ranks = 2 + (int32_t)soak_below(&s, MAX_RANKS - 1), .backend = backend, .devices = cuda ? first_device : NULL, .grad_dtype = soak_below(&s, 2) ? MOK_FP32 : MOK_BF16};
     c.many.minibatch_rows = c.many.minibatch_rows_bwd = 128 * (1 + soak_below(&s, 2));
     c.many.ring_rows = 2 * c.many.minibatch_rows + 128 * soak_below(&s, 3);
@@ -57,6 +58,9 @@ static soak_case make_case(uint64_t seed, mok_backend_id backend)
     c.routing = soak_below(&s, 6) == 0 ? LAYER_ONE_EXPERT : soak_below(&s, 2) ? LAYER_UNIFORM : LAYER_DISTINCT;
     c.dropped = soak_below(&s, 3) ? 0.2 : 0;
     c.one = (layer_options){.ranks = 1, .backend = backend, .devices = cuda ? first_device : NULL, .grad_dtype = c.many.grad_dtype, .cpu_threads = 1};
+    c.many.mx_prequantised = soak_below(&s, 2);
+    c.many.mx_wide = soak_below(&s, 2);
+    c.one.mx_prequantised = soak_below(&s, 2);
     return c;
 }
 
@@ -127,9 +131,9 @@ static bool same(const soak_case *c, const layer_problem *p, const layer_result 
     return !name[0];
 }
 
-bool soak_step(uint64_t seed, mok_backend_id backend, soak_counts *counts, char *error, size_t size)
+bool soak_step(uint64_t seed, mok_backend_id backend, mok_dtype dtype, soak_counts *counts, char *error, size_t size)
 {
-    soak_case c = make_case(seed, backend);
+    soak_case c = make_case(seed, backend, dtype);
     c.many.tokens_of_rank = c.tokens_of_rank;
     layer_problem p;
     layer_result r[3];

@@ -100,6 +100,7 @@ def _forget(key: tuple) -> None:
 @dataclasses.dataclass
 class _KeptWide:
     owners: list[weakref.ref]  # of the tensors that were widened, in order
+    addresses: list[int]
     versions: list[int]
     with_down: bool
     memory: torch.Tensor
@@ -108,8 +109,8 @@ class _KeptWide:
         """`sources` may leave out the down weight's, which come last."""
         owners = [owner() for owner in self.owners]
         return len(sources) <= len(owners) and all(
-            owner is not None and owner.data_ptr() == source.data_ptr() and version == source._version == owner._version
-            for owner, version, source in zip(owners, self.versions, sources)
+            owner is not None and address == source.data_ptr() == owner.data_ptr() and version == source._version == owner._version
+            for owner, address, version, source in zip(owners, self.addresses, self.versions, sources)
         )
 
 
@@ -138,7 +139,8 @@ def wide(workspace, weights, dgrad: bool) -> torch.Tensor:
     memory = workspace.widen(weights, dgrad)
     made += sum(bool(_sources(w, dgrad)) for w in (weights.gate, weights.up, weights.down))
     if keep:
-        _wide[key] = _KeptWide([weakref.ref(t, lambda _: _forget_wide(key)) for t in sources], [t._version for t in sources], bool(down), memory)
+        owners, addresses = [weakref.ref(t, lambda _: _forget_wide(key)) for t in sources], [t.data_ptr() for t in sources]
+        _wide[key] = _KeptWide(owners, addresses, [t._version for t in sources], bool(down), memory)
     return memory
 
 
@@ -163,7 +165,7 @@ def weights_changed(*weights: torch.Tensor) -> None:
     for weight in weights:
         for key in [k for k in _kept if k[0] == weight.data_ptr()]:
             del _kept[key]
-        for key in [k for k, kept in _wide.items() if any(owner() is not None and owner().data_ptr() == weight.data_ptr() for owner in kept.owners)]:
+        for key in [k for k, kept in _wide.items() if weight.data_ptr() in kept.addresses]:
             del _wide[key]
 
 

@@ -114,7 +114,7 @@ def _quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def mxfp8_quantize(x: torch.Tensor, return_normal: bool = True, return_transposed: bool = False):
     """x bf16 [M, N] or [E, M, N], M and N multiples of 32 -> data and scales along N, data and scales of the transpose along M; None for what is not asked
-    for. Scales are [E * ceil(M / 128), ceil(N / 128), 32, 16]. By the library on the CPU, in PyTorch elsewhere: the same bits."""
+    for. Scales are [E * ceil(M / 128), ceil(N / 128), 32, 16]. By the library on the CPU and on NVIDIA GPUs, in PyTorch elsewhere: the same bits."""
     for name, flag in (("return_normal", return_normal), ("return_transposed", return_transposed)):
         if not isinstance(flag, bool):
             raise TypeError(f"{name} is {flag!r}: it must be True or False")
@@ -122,7 +122,7 @@ def mxfp8_quantize(x: torch.Tensor, return_normal: bool = True, return_transpose
         raise TypeError(f"x is a {type(x).__name__}: it must be a tensor")
     if x.dtype != torch.bfloat16 or x.dim() not in (2, 3) or x.shape[-1] % BLOCK or x.shape[-2] % BLOCK:
         raise ValueError(f"x is {x.dtype} {list(x.shape)}: it must be bfloat16 [M, N] or [E, M, N], M and N multiples of {BLOCK}")
-    if x.device.type == "cpu":
+    if x.device.type in ("cpu", "cuda"):
         return _mx.quantise(x, return_normal, return_transposed).tensors()
     return _quantize_in_torch(x, return_normal, return_transposed)
 

@@ -1,4 +1,4 @@
-/* mok bench on backend cuda, all of it, with the emulator as the GPU. Its events tell launches as milliseconds, so every time is known. */
+/* mok bench on backend cuda, all of it (and mok check and mok soak in MXFP8), with the emulator as the GPU. Its events tell launches as milliseconds, so every time is known. */
 #define TEST_WATCHDOG 900
 #define MOK_EXPERIMENTAL
 #include "test.h"
@@ -16,8 +16,9 @@ extern "C" {
 #include "json.h"
 }
 
-/* What the command prints (stream 1, or 2: what it complains about), and its exit status. */
-static std::string bench(std::vector<const char *> args, int *status, int stream = 1, std::function<void(const std::string &, const void *)> before_launch = nullptr)
+/* What a command prints (stream 1, or 2: what it complains about), and its exit status. */
+static std::string run_command(int (*command)(int, char **), std::vector<const char *> args, int *status, int stream = 1,
+                               std::function<void(const std::string &, const void *)> before_launch = nullptr)
 {
     FILE *file = tmpfile();
     std::string text;
@@ -26,7 +27,7 @@ static std::string bench(std::vector<const char *> args, int *status, int stream
     dup2(fileno(file), stream);
     emulated::plug_in(test_seed(), 2);
     emulated::gpu.before_launch = before_launch;
-    *status = command_bench((int)args.size(), const_cast<char **>(args.data()));
+    *status = command((int)args.size(), const_cast<char **>(args.data()));
     fflush(nullptr);
     dup2(kept, stream);
     close(kept);
@@ -38,6 +39,11 @@ static std::string bench(std::vector<const char *> args, int *status, int stream
         TEST_FAILED("emulator: %s", emulated::gpu.trouble.c_str());
     CHECK_EQ(emulated::gpu.live, 0);
     return text;
+}
+
+static std::string bench(std::vector<const char *> args, int *status, int stream = 1, std::function<void(const std::string &, const void *)> before_launch = nullptr)
+{
+    return run_command(command_bench, args, status, stream, before_launch);
 }
 
 static double number(const json_value *object, const char *key)
@@ -273,6 +279,24 @@ TEST(stage_times_are_refused_where_there_are_none)
     mok_workspace_destroy(w);
     mok_group_destroy(group);
     CHECK_EQ(emulated::gpu.live, 0);
+}
+
+/* ---- mok check and mok soak in MXFP8, as on a GPU ---- */
+
+TEST(check_and_soak_pass_in_mxfp8)
+{
+    int status;
+    const std::string checked = run_command(command_check, {"--backend", "cuda", "--dtype", "mxfp8", "--hidden", "64", "--intermediate", "64", "--experts", "2", "--topk", "2",
+                                                            "--tokens", "132", "--ranks", "2", "--quick"}, &status);
+    if (status)
+        TEST_FAILED("%s", checked.c_str());
+    CHECK_STR(checked.c_str(), "weights widened before");
+    int widened = 0;
+    const std::string soaked = run_command(command_soak, {"--backend", "cuda", "--dtype", "mxfp8", "--steps", "2", "--faults", "0", "--processes", "0"}, &status, 1,
+                                           [&](const std::string &kernel, const void *) { widened += kernel == "mok_mx_widen_weights"; });
+    CHECK_EQ(status, 0);
+    CHECK_STR(soaked.c_str(), "2 steps in");
+    CHECK(widened > 0);
 }
 
 int main(int argc, char **argv) { return test_main(argc, argv); }

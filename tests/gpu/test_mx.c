@@ -8,7 +8,7 @@ enum { PARTS = 5 }; /* source, data, scales, transposed, transposed scales */
 
 typedef struct gpu { mok_group *group; mok_workspace *w; } gpu;
 
-static bool gpu_open(gpu *g)
+static bool gpu_open_with(gpu *g, int64_t hidden, int64_t intermediate, mok_dtype dtype)
 {
     mok_backend_info b = MOK_INIT(mok_backend_info);
     mok_config c = MOK_INIT(mok_config);
@@ -19,13 +19,17 @@ static bool gpu_open(gpu *g)
     *g = (gpu){NULL, NULL};
     if (!usable)
         return false;
-    c.hidden = c.intermediate = 64;
+    c.hidden = hidden;
+    c.intermediate = intermediate;
+    c.dtype = dtype;
     c.num_experts = c.topk = c.max_tokens = 1;
     c.backend = MOK_BACKEND_CUDA; /* a workspace for its memory helpers */
     if (mok_group_create_local(1, &device, &g->group) != MOK_OK || mok_workspace_create(g->group, &c, &g->w) != MOK_OK)
         TEST_FAILED("%s", mok_last_error());
     return g->w != NULL;
 }
+
+static bool gpu_open(gpu *g) { return gpu_open_with(g, 64, 64, MOK_BF16); }
 
 static void gpu_close(gpu *g)
 {
@@ -131,6 +135,62 @@ TEST(matrices_of_models_and_with_tails)
         free(x);
     }
     gpu_close(&g);
+}
+
+/* What an element and a scale stand for, as bf16. */
+static uint16_t bf16_of(int element, int scale)
+{
+    int size = element & 0x7f;
+    double value = ldexp(size < 8 ? size / 8.0 : 1 + size % 8 / 8.0, (size < 8 ? 1 : size / 8) - 7 + scale - 127);
+    if (size == 0x7f || scale == 255)
+        return 0x7fc0;
+    return layer_bf16((float)(element & 0x80 ? -value : value)); /* a float has them all; beyond the scales of mok_mx_quantise a bf16 may not */
+}
+
+/* Row s of gate has scale s. Every element in order, then again with NaN replaced, so that its neighbours are seen alone too. */
+TEST(every_element_of_every_scale_widens_exactly)
+{
+    enum { SCALES = 256, COLS = 512 };
+    gpu g;
+    mok_plan plan = MOK_INIT(mok_plan);
+    mok_mx_widen_args a = MOK_INIT(mok_mx_widen_args);
+    static uint8_t data[SCALES * COLS], scales[SCALES * COLS / 32];
+    static uint16_t got[SCALES * COLS];
+    void *there[3] = {NULL, NULL, NULL};
+    if (!gpu_open_with(&g, COLS, SCALES, MOK_MXFP8))
+        SKIP("no GPU that the cuda backend can use");
+    CHECK_EQ(mok_workspace_plan(g.w, &plan), MOK_OK);
+    CHECK_EQ(mok_mx_scale_bytes(SCALES, COLS), (int64_t)sizeof scales);
+    for (int i = 0; i < SCALES * COLS; i++) {
+        int row = i / COLS, col = i % COLS, tile = row / 128 * (COLS / 128) + col / 128;
+        data[i] = (uint8_t)(col >= 256 && (col & 0x7f) == 0x7f ? col - 1 : col);
+        scales[tile * 512 + row % 32 * 16 + row % 128 / 32 * 4 + col % 128 / 32] = (uint8_t)row;
+    }
+    if (plan.wide_bytes) {
+        size_t bytes[3] = {sizeof data, sizeof scales, (size_t)plan.wide_bytes};
+        const void *from[2] = {data, scales};
+        for (int i = 0; i < 3; i++) {
+            CHECK_EQ(mok_memory_alloc(g.w, bytes[i], &there[i]), MOK_OK);
+            if (i < 2)
+                CHECK_EQ(mok_memory_copy(g.w, there[i], from[i], bytes[i]), MOK_OK);
+        }
+        a.weights.gate.packed = there[0];
+        a.weights.gate.scales = there[1];
+        a.wide = there[2];
+        if (mok_mx_widen(g.w, &a, NULL) != MOK_OK)
+            TEST_FAILED("%s", mok_last_error());
+        CHECK_EQ(mok_memory_copy(g.w, got, there[2], sizeof got), MOK_OK); /* gate comes first */
+        int64_t differ = 0;
+        for (int i = 0; i < SCALES * COLS; i++)
+            if (got[i] != bf16_of(data[i], i / COLS) && differ++ < 5)
+                TEST_FAILED("element 0x%02x with scale %d widens to 0x%04x, not 0x%04x", data[i], i / COLS, got[i], bf16_of(data[i], i / COLS));
+        CHECK_EQ(differ, 0);
+    }
+    for (int i = 0; i < 3; i++)
+        mok_memory_free(g.w, there[i]);
+    gpu_close(&g);
+    if (!plan.wide_bytes)
+        SKIP("this GPU multiplies MXFP8 as it is");
 }
 
 int main(int argc, char **argv) { return test_main(argc, argv); }
