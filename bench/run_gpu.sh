@@ -139,6 +139,14 @@ part_1_soak() {
     build mok_tool
     mok 1-soak 330 soak --backend cuda --steps 1000000 --seconds 300 --faults 0 --seed "${MOK_TEST_SEED:-1}"
 }
+part_1_mx() {
+    build mok mok_tool test_gpu_layer test_gpu_mx
+    gpu_step mx_kernels 60 "$build/test_gpu_mx"
+    gpu_step mx_bits 150 "$build/test_gpu_layer" D1_bits_in_mxfp8_over_ranks_ring_minibatch_tiles_and_kernels mxfp8_agrees_with_the_cpu
+    LINES_SHOWN=40 gpu_step mx_check 120 "$build/mok" check --backend cuda --dtype mxfp8 --hidden 256 --intermediate 384 --shared 128 --experts 8 --topk 3 --tokens 300 --ranks 1,2,4
+    mok 1-soak-mx 100 soak --backend cuda --dtype mxfp8 --steps 1000000 --seconds 60 --faults 0 --processes 0 --seed "${MOK_TEST_SEED:-1}"
+    run_pytest mx 200 tests/torch/test_mx.py
+}
 part_1_train() {
     build mok
     train 1-train_moe 280 1 --layer both

@@ -188,7 +188,8 @@ static void check_bits(mok_dtype dtype)
                 setenv("MOK_BACKWARD", ways[w][0], 1);
                 setenv("MOK_TILE", ways[w][1], 1);
                 layer_options o = {.ranks = ranks[k], .backend = MOK_BACKEND_CUDA, .ring_rows = rings[g][0], .minibatch_rows = rings[g][1],
-                                   .minibatch_rows_bwd = rings[g][1], .repeat = 2, .save = saves[(w + k + g) % 3]};
+                                   .minibatch_rows_bwd = rings[g][1], .repeat = 2, .save = saves[(w + k + g) % 3],
+                                   .mx_wide = g == 1, .mx_prequantised = g == 2};
                 if (!run(&p, o, &r))
                     return;
                 if (!first.out) {
