@@ -57,11 +57,30 @@ def quantise(weight: torch.Tensor, normal: bool = True, transposed: bool = False
 
 
 # --- the cache ----------------------------------------------------------------------------------------------------------
+class _Made:
+    """Tensors made by work on a stream, which other streams must wait for before they use them."""
+
+    def __init__(self, *tensors: torch.Tensor):
+        self.tensors = tensors
+        self.stream = torch.cuda.current_stream(tensors[0].device) if tensors[0].is_cuda else None
+        self.event = self.stream.record_event() if self.stream else None
+
+    def use(self) -> None:
+        if self.stream is None:
+            return
+        now = torch.cuda.current_stream(self.stream.device)
+        if now != self.stream:
+            now.wait_event(self.event)
+            for tensor in self.tensors:
+                tensor.record_stream(now)
+
+
 @dataclasses.dataclass
 class _Kept:
     owner: weakref.ref  # the tensor that was quantised: while it lives, its memory is nobody else's
     version: int
     quantised: Quantised
+    made: list[_Made] = dataclasses.field(default_factory=list)
 
 
 _kept: dict[tuple, _Kept] = {}
@@ -80,6 +99,8 @@ def cached(weight: torch.Tensor, normal: bool, transposed: bool) -> Quantised:
     if owner is None or owner.data_ptr() != key[0] or kept.version != weight._version or owner._version != weight._version:
         kept = _kept[key] = _Kept(weakref.ref(weight, lambda _: _forget(key)), weight._version, Quantised())
     q = kept.quantised
+    for each in kept.made:
+        each.use()
     normal, transposed = normal and q.data is None, transposed and q.transposed is None
     if normal or transposed:
         new = quantise(weight, normal, transposed)
@@ -87,6 +108,7 @@ def cached(weight: torch.Tensor, normal: bool, transposed: bool) -> Quantised:
         for name, tensor in vars(new).items():
             if tensor is not None:
                 setattr(q, name, tensor)
+        kept.made.append(_Made(*(t for t in new.tensors() if t is not None)))
     return q
 
 
@@ -104,6 +126,7 @@ class _KeptWide:
     versions: list[int]
     with_down: bool
     memory: torch.Tensor
+    made: _Made
 
     def is_of(self, sources: list[torch.Tensor]) -> bool:
         """`sources` may leave out the down weight's, which come last."""
@@ -135,12 +158,13 @@ def wide(workspace, weights, dgrad: bool) -> torch.Tensor:
     keep = not any(t.is_inference() for t in sources) and not (workspace.device.type == "cuda" and torch.cuda.is_current_stream_capturing())
     kept = _wide.get(key) if keep else None
     if kept is not None and kept.with_down >= bool(down) and kept.is_of(sources):
+        kept.made.use()
         return kept.memory
     memory = workspace.widen(weights, dgrad)
     made += sum(bool(_sources(w, dgrad)) for w in (weights.gate, weights.up, weights.down))
     if keep:
         owners, addresses = [weakref.ref(t, lambda _: _forget_wide(key)) for t in sources], [t.data_ptr() for t in sources]
-        _wide[key] = _KeptWide(owners, addresses, [t._version for t in sources], bool(down), memory)
+        _wide[key] = _KeptWide(owners, addresses, [t._version for t in sources], bool(down), memory, _Made(memory))
     return memory
 
 

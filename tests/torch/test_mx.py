@@ -256,6 +256,39 @@ def test_widened_weights_are_kept_until_they_change():
     assert _mx.kept_bytes() == 0
 
 
+def test_other_streams_wait_for_what_is_kept(monkeypatch):
+    class Stream:
+        device = torch.device("cuda", 0)
+
+        def __init__(self):
+            self.waited = []
+
+        def record_event(self):
+            return "event"
+
+        def wait_event(self, event):
+            self.waited.append(event)
+
+    class Memory:
+        is_cuda, device = True, Stream.device
+
+        def __init__(self):
+            self.used_by = []
+
+        def record_stream(self, stream):
+            self.used_by.append(stream)
+
+    a, b, memory = Stream(), Stream(), Memory()
+    now = [a]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: now[0])
+    made = _mx._Made(memory)
+    made.use()
+    assert not a.waited and not memory.used_by
+    now[0] = b
+    made.use()
+    assert b.waited == ["event"] and memory.used_by == [b] and not a.waited
+
+
 @pytest.mark.parametrize("options", [dict(per_expert=True), dict(gate_up="interleaved"), dict(gate_up="combined"), dict(main_grad=True)], ids=str)
 def test_layouts_of_a_module_have_the_bits_of_the_plain_one(options, device):
     torch.manual_seed(3)
