@@ -69,6 +69,7 @@ static mok_status query(plan_view *v)
 static bool settle(plan_view *v, const shape_options *shape, const char *save, const char *backend, const char *dtype, bool sms_given, double rate, double link,
                    char *error, size_t size)
 {
+    bool wide_given = v->cfg.mx_wide_given;
     int64_t tokens = v->cfg.max_tokens, ring = v->cfg.ring_rows, forward = v->cfg.minibatch_rows, backward = v->cfg.minibatch_rows_bwd;
     if (!shape_resolve(shape, &v->cfg, v->name, &v->note, error, size) || !shape_save(save, &v->cfg.save, &v->cfg.save_rows, error, size) ||
         !shape_backend(backend, &v->cfg.backend, error, size) || !shape_dtype(dtype, &v->cfg.dtype, error, size))
@@ -77,6 +78,7 @@ static bool settle(plan_view *v, const shape_options *shape, const char *save, c
     v->cfg.ring_rows = ring;
     v->cfg.minibatch_rows = forward;
     v->cfg.minibatch_rows_bwd = backward;
+    v->cfg.mx_wide_given = wide_given;
     if (v->cfg.backend == MOK_BACKEND_CPU && !sms_given)
         v->sms = 0;
     shape_describe(&v->cfg, v->shape);
@@ -96,7 +98,7 @@ int command_plan(int argc, char **argv)
     int64_t ranks, rank, tokens, sms, tile_rows, tile_cols, ring, minibatch, minibatch_bwd;
     double rate, link;
     const char *save, *backend, *dtype;
-    bool json;
+    bool json, wide_given;
     char error[1024];
     arg_option options[] = {
         SHAPE_MODEL_OPTION(&shape),
@@ -115,6 +117,7 @@ int command_plan(int argc, char **argv)
         ARG_DOUBLE("link", "GBPS", &link, 0, 1e-9, 1e9, "link speed in one direction, the same"),
         ARG_STRING("backend", "NAME", &backend, "auto", "auto or cuda: a GPU; cpu"),
         SHAPE_DTYPE_OPTION(&dtype),
+        ARG_FLAG("wide-given", &wide_given, "mxfp8: the caller keeps widened weights, the workspace has no room for them"),
         ARG_FLAG("json", &json, "print JSON"),
     };
     const size_t num_options = sizeof options / sizeof *options;
@@ -124,7 +127,7 @@ int command_plan(int argc, char **argv)
         args_help(stdout, "mok plan", "What one layer costs on one rank, from a model's name, its config.json, or figures: nothing is run.", options, num_options);
     } else if (parsed == ARGS_OK) {
         v = (plan_view){.ranks = (int32_t)ranks, .rank = (int32_t)rank, .sms = (int32_t)sms, .tile_rows = (int32_t)tile_rows, .tile_cols = (int32_t)tile_cols,
-                        .cfg = {.max_tokens = tokens, .ring_rows = ring, .minibatch_rows = minibatch, .minibatch_rows_bwd = minibatch_bwd}};
+                        .cfg = {.max_tokens = tokens, .ring_rows = ring, .minibatch_rows = minibatch, .minibatch_rows_bwd = minibatch_bwd, .mx_wide_given = wide_given}};
         status = settle(&v, &shape, save, backend, dtype, args_given(options, num_options, "sms"), rate, link, error, sizeof error) ? 0 : 2;
         if (status == 0 && query(&v) != MOK_OK) {
             snprintf(error, sizeof error, "%s", mok_last_error());

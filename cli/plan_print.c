@@ -20,7 +20,7 @@ static int64_t group_bytes(const mok_plan *p, mok_memory_kind kind)
     return bytes[kind];
 }
 
-static const char *const group_names[] = {"heap", "local", "schedule", "context", "weights"};
+static const char *const group_names[] = {"heap", "local", "schedule", "context", "wide"};
 static const char *const group_texts[] = {"symmetric heap: peers read and write it", "the rest of the workspace",
                                           "the caller's, one per routing alive", "the caller's, one per forward whose backward is still to come",
                                           "the caller's, for each quantisation of a layer's weights, if kept widened (mok_mx_widen)"};

@@ -123,18 +123,18 @@ static const char *data_path(const char *name)
 /* Buffers of each kind lie one behind the other, 256 bytes apart, and end where the kind does. */
 static void check_buffers(const json_value *memory)
 {
-    static const char *const kinds[] = {"heap", "local", "schedule", "context"};
+    static const char *const kinds[] = {"heap", "local", "schedule", "context", "wide"};
     const json_value *buffers = json_get(memory, "buffers");
-    int64_t end[4] = {0};
+    int64_t end[5] = {0};
     REQUIRE(buffers);
     CHECK(buffers->count >= 30);
     for (const json_value *b = buffers->first; b; b = b->next)
-        for (int k = 0; k < 4; k++)
+        for (int k = 0; k < 5; k++)
             if (!strcmp(text_at(b, "memory"), kinds[k])) {
                 CHECK_EQ(number_at(b, "offset"), end[k]);
                 end[k] += ((int64_t)number_at(b, "bytes") + 255) / 256 * 256;
             }
-    for (int k = 0; k < 4; k++) {
+    for (int k = 0; k < 5; k++) {
         char key[32];
         snprintf(key, sizeof key, "%s_bytes", kinds[k]);
         CHECK_EQ(number_at(memory, key), end[k]);
@@ -344,6 +344,14 @@ TEST(plan_of_mxfp8_has_half_the_saved_memory)
     CHECK_EQ(number_at(mx, "memory.weight_bytes"), 6.0 * 3 * 2 * 7168 * 2048);
     CHECK_EQ(number_at(mx, "memory.quantised_weight_bytes"), 6.0 * 3 * 2 * 7168 * 2048 * (33.0 / 32));
     CHECK_EQ(number_at(bf16, "memory.quantised_weight_bytes"), 0);
+    json_value *given = run_json(command_plan, "--model kimi-k2.7-code --shared 0 --ranks 64 --dtype mxfp8 --wide-given --json", 0, NULL);
+    REQUIRE(given);
+    CHECK_EQ(number_at(mx, "memory.wide_bytes"), 6.0 * 3 * 2 * 7168 * 2048);
+    CHECK_EQ(number_at(given, "memory.wide_bytes"), number_at(mx, "memory.wide_bytes"));
+    CHECK_EQ(number_at(mx, "memory.local_bytes") - number_at(given, "memory.local_bytes"), 2 * number_at(mx, "memory.wide_bytes"));
+    CHECK_EQ(number_at(bf16, "memory.wide_bytes"), 0);
+    json_free(given);
+    check_refused(command_plan, "plan", "--model kimi-k2.7-code --wide-given", "mx_wide_given is set, but dtype is not MOK_MXFP8");
     CHECK_LE(number_at(mx, "forward.link_bytes_in"), 0.77 * number_at(bf16, "forward.link_bytes_in"));
     json_free(bf16);
     json_free(mx);
