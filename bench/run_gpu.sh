@@ -183,6 +183,11 @@ qwen3-30b-a3b 128 8192
 mixtral-8x7b 8 4096
 SHAPES
 }
+part_1_yield() {
+    build mok test_gpu_layer
+    gpu_step bits 30 "$build/test_gpu_layer" Y1_clusters_that_leave_change_no_bit
+    LINES_SHOWN=25 gpu_step yield 90 env MOK_BUILD="$build" bash bench/yield.sh --json "$out/yield-h200.json"
+}
 part_1_link() {
     build mok_tool
     mok link-h200-alone 100 bench --backend cuda --only link --ranks 1

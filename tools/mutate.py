@@ -41,7 +41,7 @@ RUN_BY = {
     "stage/s5_combine_bwd": "backward",
     "stage/stage": "dispatch schedule forward",
     "stage/wgrad": "backward backward_sm100",
-    "stage/yield": "forward_sm100 backward_sm100",
+    "stage/yield": "forward forward_sm100 backward backward_sm100",
 }
 
 # Calls that are left out, where they stand as a statement of their own.
@@ -107,8 +107,10 @@ WRONG = [
     ("gemm/pair.cuh", "s.empty[at.slot]), ", "kBothCtas", ["1"]),
     ("gemm/pair.cuh", "s.sums_full[turn.slot]), ", "kBothCtas", ["1"]),
     ("gemm/pair.cuh", "task.row = task.out_row = ", "kNoRows", ["0"]),
-    ("stage/yield.cuh", "flag_load_relaxed_gpu(&tickets[COUNTED]) >= ", "num_clusters()", ["num_clusters() + 1", "num_clusters() - 1"]),
-    ("stage/yield.cuh", "ticket_take_relaxed_gpu(&tickets[PRESENT], ~0u) >= ", "2", ["1", "0"]),
+    ("stage/yield.cuh", "flag_load_relaxed_gpu(&tickets[MK_YIELD_COUNTED]) < ", "num_clusters()", ["num_clusters() + 1", "num_clusters() - 1"]),
+    ("stage/yield.cuh", "ticket_take_relaxed_gpu(&tickets[MK_YIELD_PRESENT], ~0u) >= ", "2", ["1", "0"]),
+    ("stage/yield.cuh", "ticket_take_relaxed_gpu(&tickets[MK_YIELD_LEFT], 1) < ", "num_clusters() - how.num_resident", ["num_clusters()", "num_clusters() - how.num_resident - 1"]),
+    ("stage/yield.cuh", "if (state == ", "LEAVES)\n            return", ["NEW)\n            return"]),
     ("arch/tensor_map.h", "t.swizzle = ", "MK_SWIZZLE_128B", ["MK_SWIZZLE_NONE"]),
     ("arch/tensor_map.h", "t.box[1] = ", "box_rows", ["box_rows / 2"]),
     ("kernel/forward.cu", "gemm_begin(s.gemm, ", "1", ["0", "2"]),
@@ -119,7 +121,8 @@ WRONG = [
     ("stage/forward.cuh", "w.grid.raises = ", "(int32_t)(kColumnTiles<TileForward> * kWarpsPerTile<TileForward>)",
      ["1", "(int32_t)kWarpsPerTile<TileForward>", "(int32_t)(kColumnTiles<TileForward> * kWarpsPerTile<TileForward>) - 1",
       "(int32_t)(kColumnTiles<TileForward> * kWarpsPerTile<TileForward>) + 1"]),
-    ("stage/forward.cuh", "return ticket_take_relaxed_gpu(&tickets[", "0", ["1"]),
+    ("stage/yield.cuh", "return last = ticket_take_relaxed_gpu(&tickets[", "0", ["1"]),
+    ("stage/yield.cuh", "number = ticket_take_relaxed_gpu(&tickets[", "0", ["1"]),
     ("stage/forward.cuh", "smem_addr(&s.ready[at.slot]), ", "at.parity", ["at.parity ^ 1"]),
     ("stage/forward.cuh", "need.counter, need.first, ", "need.count", ["need.count - 1", "1"]),
     ("stage/forward.cuh", "signal(", "MK_COUNTER_s4_tasks_done", ["MK_COUNTER_s2_bwd_tasks_done"]),

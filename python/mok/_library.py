@@ -97,7 +97,7 @@ class Config(_Versioned):
         + _fields(c_int64, "ring_rows minibatch_rows minibatch_rows_bwd")
         + [("save", _ENUM), ("save_rows", c_int64), ("save_x", c_bool)]
         + _fields(c_int32, "comm_sms comm_sms_bwd reserve_sms")
-        + [("backend", _ENUM), ("cpu_threads", c_int32), ("timeout_ms", c_int64), ("mx_wide_given", c_bool)]
+        + [("backend", _ENUM), ("cpu_threads", c_int32), ("timeout_ms", c_int64), ("mx_wide_given", c_bool), ("yield_us", c_int32)]
     )
 
 

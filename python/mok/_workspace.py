@@ -50,11 +50,12 @@ class Shape:
     comm_sms_bwd: int = 0
     reserve_sms: int = 0
     cpu_threads: int = 0
+    yield_us: int = 0
 
     def config(self, device_type: str, timeout: float) -> lib.Config:
         c = lib.Config()
         for name in ("hidden", "intermediate", "num_experts", "topk", "max_tokens", "shared_intermediate", "ring_rows", "minibatch_rows", "minibatch_rows_bwd",
-                     "comm_sms", "comm_sms_bwd", "reserve_sms", "cpu_threads"):
+                     "comm_sms", "comm_sms_bwd", "reserve_sms", "cpu_threads", "yield_us"):
             setattr(c, name, whole_number(name, getattr(self, name)))
         c.shared_gate = bool(self.shared_gate)
         c.mx_wgrad_bf16 = bool(self.mx_wgrad_bf16)

@@ -46,6 +46,8 @@ public:
     void launch(const Launch &shape, std::function<void()> kernel);
     /* Cluster Launch Control refuses one request in so many although clusters wait, as if somebody more important wanted the SM. 0: never. */
     void refuse_launches(uint32_t one_in);
+    /* When a cluster leaves, the next one of the grid comes in one of so many turns of the scheduler, as if somebody else had the SM meanwhile. 0: at once. */
+    void start_late(uint32_t one_in);
 private:
     friend class Machine;
     DeviceState *state_ = nullptr;

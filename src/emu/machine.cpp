@@ -166,11 +166,13 @@ static std::unique_ptr<Cta> make_cta(DeviceState &device, Cluster &cluster, cons
     return cta;
 }
 
-static void start_clusters(DeviceState &device)
+static void start_clusters(DeviceState &device, bool late = false)
 {
     if (device.queue.empty())
         return;
     QueuedLaunch &q = device.queue.front();
+    if (q.started && device.late_starts && !late)
+        return;
     if (!q.started) {
         q.started = true;
         device.launch_stamp = machine->stamp++;
@@ -215,6 +217,14 @@ static void thread_left(Thread &t)
         device.clock.join(device.clock_at_end);
     }
     start_clusters(device);
+}
+
+/* Where places are taken late: now, if nothing else goes on, or by chance. */
+static void start_late_clusters()
+{
+    for (auto &device : machine->devices)
+        if (device->late_starts && ((machine->ready.empty() && machine->pending.empty()) || machine->random.below(device->late_starts) == 0))
+            start_clusters(*device, true);
 }
 
 /* ---- the loop ---- */
@@ -284,6 +294,7 @@ static void run_until_done()
     uint64_t last_progress = ~0ull;
     int pokes = 0;
     while (!machine->failed) {
+        start_late_clusters();
         if (!machine->pending.empty() && (machine->ready.empty() || machine->random.below(machine->async_odds) == 0))
             advance_one_operation();
         if (!machine->ready.empty()) {
@@ -361,6 +372,7 @@ void Device::launch(const Launch &shape, std::function<void()> kernel)
 }
 
 void Device::refuse_launches(uint32_t one_in) { state_->refusals = one_in; }
+void Device::start_late(uint32_t one_in) { state_->late_starts = one_in; }
 
 void Machine::let_time_pass(bool on) { state_->let_time_pass = on; }
 

@@ -192,6 +192,7 @@ struct DeviceState {
     std::vector<std::unique_ptr<Cluster>> resident;
     uint64_t launch_stamp = 0;                        /* writes before it are visible to the whole launch */
     uint32_t launches = 0;                            /* started so far */
+    uint32_t late_starts = 0;                         /* a place that is free is taken in one of so many turns of the scheduler; 0: at once */
     uint32_t refusals = 0;                            /* launch control refuses one request in so many; 0: only when nothing waits */
     Clock clock, clock_at_end;                        /* what a thread that starts now knows; what those that have ended knew */
 };

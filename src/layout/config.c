@@ -104,6 +104,7 @@ static mok_status check_options(const mok_config *c)
     MK_TRY(check_range("reserve_sms", c->reserve_sms, 0, 1024));
     MK_TRY(check_range("cpu_threads", c->cpu_threads, 0, 1024));
     MK_TRY(check_range("timeout_ms", c->timeout_ms, 0, (int64_t)1000 * 3600 * 24 * 30));
+    MK_TRY(check_range("yield_us", c->yield_us, -1, 1000 * 1000));
     if (!(c->swiglu_limit >= 0) || c->swiglu_limit > 3e38f)
         return mk_fail(MOK_E_ARG, "swiglu_limit is %g: it must be 0 (no limit) or a positive number", (double)c->swiglu_limit);
     if (c->shared_gate && !c->shared_intermediate)
@@ -213,6 +214,8 @@ mok_status mk_resolve(mok_config *c, int32_t num_ranks, int32_t rank, mk_machine
         c->routed_hidden = c->hidden;
     if (!c->timeout_ms)
         c->timeout_ms = 600000;
+    if (!c->yield_us)
+        c->yield_us = 180;
     MK_TRY(resolve_schedule(c, num_ranks, machine));
 
     memset(d, 0, sizeof *d);

@@ -31,13 +31,17 @@ typedef struct mk_missing_counter {
     uint32_t seen, wanted;
 } mk_missing_counter;
 
+/* Places in mk_device_state.tickets of those who come and go in the middle of a pass (cuda/stage/yield.cuh): clusters started, or cancelled instead (Blackwell);
+ * that have left; started and not leaving. */
+enum { MK_YIELD_COUNTED = 2, MK_YIELD_LEFT = 3, MK_YIELD_PRESENT = 5 };
+
 /* Device state of a workspace: what must live and advance on the device, so that captured graphs can be replayed. */
 typedef struct mk_device_state {
     uint64_t epoch;       /* barriers so far */
     uint64_t calls;       /* collective calls so far */
     uint32_t skip;        /* this call's data stages do nothing */
     uint32_t given_up;    /* waits of a pass that ran out; stays: the ranks are no longer in step */
-    uint32_t tickets[6];  /* of the launches of one pass; zeroed when a call opens. 2, 3, 5: stage/yield.cuh; 4: blocks of mok_call_begin that
+    uint32_t tickets[6];  /* of the launches of one pass; zeroed when a call opens. 0, 1: tasks, rows; 2, 3, 5: MK_YIELD_…; 4: blocks of mok_call_begin that
                            * have published, 0 between calls */
     int64_t rows_pulled, rows_pulled_peer, rows_copied; /* counted by s1, ever growing */
     int64_t row_moves_peer;  /* by s1: rows of H pulled from peers; a backward moves two for a table row, or one */

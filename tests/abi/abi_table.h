@@ -60,6 +60,7 @@
     X(mok_config, cpu_threads, 156, 4) \
     X(mok_config, timeout_ms, 160, 8) \
     X(mok_config, mx_wide_given, 168, 1) \
+    X(mok_config, yield_us, 172, 4) \
     X(mok_buffer_info, name, 0, 8) \
     X(mok_buffer_info, kind, 8, 4) \
     X(mok_buffer_info, offset, 16, 8) \

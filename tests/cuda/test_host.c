@@ -401,6 +401,39 @@ TEST(a_shared_expert_comes_first_and_a_long_contraction_takes_the_wide_tile)
     check_nothing_left();
 }
 
+/* Blocks of the fused forward's launch. */
+static unsigned forward_grid(const mok_config *cfg, int64_t tokens)
+{
+    int32_t device = 0;
+    unsigned grid = 0;
+    fake_reset(1);
+    setenv("MOK_FORWARD", "fused", 1);
+    EXPECT(run_ranks(1, &device, cfg, tokens, schedule_and_forward), MOK_OK);
+    setenv("MOK_FORWARD", "staged", 1);
+    for (int i = 0; i < fake.launches; i++)
+        if (!strcmp(fake.log[i].name, "mok_forward_fused"))
+            grid = fake.log[i].grid;
+    return grid;
+}
+
+TEST(a_long_pass_has_spare_clusters)
+{
+    mok_config cfg = small_config();
+    cfg.hidden = cfg.intermediate = cfg.max_tokens = 1024;
+    cfg.ring_rows = 0;
+    cfg.yield_us = 1; /* 12.9 GFLOP, by 132 SMs at 3 TFLOP/s in 32,537 ns: 260 intervals of 125 ns */
+    CHECK_EQ(forward_grid(&cfg, 1024), 2 * (FAKE_CLUSTERS + 260));
+    CHECK_EQ(forward_grid(&cfg, 100), 2 * FAKE_CLUSTERS); /* over in 3,178 ns, before four times yield_us */
+    cfg.yield_us = 0; /* 180 */
+    CHECK_EQ(forward_grid(&cfg, 1024), 2 * FAKE_CLUSTERS);
+    cfg.yield_us = -1;
+    CHECK_EQ(forward_grid(&cfg, 1024), 2 * FAKE_CLUSTERS);
+    cfg.yield_us = 1;
+    cfg.reserve_sms = 6; /* which spare clusters would take */
+    CHECK_EQ(forward_grid(&cfg, 1024), 2 * (FAKE_CLUSTERS - 3));
+    check_nothing_left();
+}
+
 TEST(no_tokens_and_no_experts_launch_no_work_for_them)
 {
     mok_config cfg = small_config();

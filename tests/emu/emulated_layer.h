@@ -27,6 +27,7 @@ struct Run {
     int64_t frozen_expert = 0;
     uint32_t resident = 2, ready_value = 0;
     uint32_t refusals = 0; /* launch control refuses one request in so many */
+    uint32_t late = 0;     /* emu::Device::start_late */
     std::function<void(const std::string &kernel, const void *params)> before_launch;
     void (*before_pass)(mok_workspace *w, void *user) = nullptr, (*after_pass)(mok_workspace *w, void *user) = nullptr;
 };
@@ -133,6 +134,7 @@ inline StepResult run_layer(const layer_problem &problem, const Run &run)
     char error[512];
     emulated::plug_in(test_seed(), run.resident);
     emulated::gpu.device->refuse_launches(run.refusals);
+    emulated::gpu.device->start_late(run.late);
     emulated::gpu.before_launch = run.before_launch;
     if (!layer_result_make(&r, &problem, &o)) {
         TEST_FAILED("no memory");

@@ -22,6 +22,8 @@ struct LayerShape {
     uint32_t resident = 2;                /* clusters at once on each device */
     uint32_t clusters = 3;                /* of the fused launch; more than resident: the rest start when one leaves */
     uint32_t refusals = 0;                /* launch control refuses one request in so many */
+    uint32_t yield_ns = 0, spare = 0;     /* Hopper: of the fused launch's clusters, so many are spares, and one leaves in yield_ns */
+    uint32_t late = 0;                    /* emu::Device::start_late */
     int64_t ranks() const { return (int64_t)tokens.size(); }
 };
 
@@ -137,6 +139,7 @@ struct LayerCase {
         r.num_tokens = shape.tokens[(size_t)index];
         r.device = &machine.add_device(shape.resident);
         r.device->refuse_launches(shape.refusals);
+        r.device->start_late(shape.late);
         r.heap = buffer<uint8_t>("heap", r.memory.heap_bytes);
         r.local = buffer<uint8_t>("local", r.memory.local_bytes);
         r.schedule = buffer<uint8_t>("schedule", r.memory.schedule_bytes);
@@ -297,6 +300,7 @@ struct LayerCase {
         p.schedule = r.schedule->device();
         p.context = r.context->device();
         p.num_tokens = r.num_tokens;
+        p.yield = {shape.yield_ns, shape.clusters - shape.spare};
         p.ring_x = up.a;
         p.gate = up.b_low;
         p.up = up.b_high;

@@ -196,6 +196,43 @@ TEST(router_weights_in_bf16)
     layer_free(&p);
 }
 
+#ifndef MK_SM100
+/* A whole step; *left: clusters that have left its backward. */
+static StepResult run_and_count(const layer_problem &p, Run run, uint32_t yield_ns, uint32_t *left)
+{
+    run.before_launch = [&](const std::string &kernel, const void *params) {
+        if (kernel == "mok_backward_fused")
+            const_cast<mk_backward_params *>(static_cast<const mk_backward_params *>(params))->yield.interval_ns = yield_ns;
+        if (kernel != "mok_s5_combine_bwd")
+            return;
+        const mk_rank_params &r = static_cast<const mk_combine_bwd_params *>(params)->rank;
+        *left += reinterpret_cast<const mk_device_state *>(r.local + r.memory.device_state)->tickets[MK_YIELD_LEFT];
+    };
+    return run_layer(p, run);
+}
+
+/* Turns to leave at random times, one to three clusters resident, which the host takes for two, and those that come after others late: the bits are the same and all is done. */
+TEST(clusters_leave_by_the_clock)
+{
+    uint64_t state = test_seed();
+    uint32_t left = 0, none = 0;
+    layer_problem p = make_problem(400, 64, 4, 128, 64), stays = p;
+    p.cfg.yield_us = 1;
+    stays.cfg.yield_us = -1;
+    const StepResult want = run_and_count(stays, make_run("all stay", 1, 1024, 256), 1, &none);
+    CHECK_EQ(none, 0);
+    for (int i = 0; i < 5; i++) {
+        Run run = make_run("clusters leave", 1 + i % 2, i % 2 ? 1024 : 256, i % 2 ? 256 : 128, i % 2 ? MOK_SAVE_NONE : MOK_SAVE_RING);
+        run.resident = 1 + (uint32_t)(i + 1) % 3;
+        run.late = (uint32_t)test_below(&state, 200);
+        check_bits(run, run_and_count(p, run, 1u << test_below(&state, 15), &left), want);
+    }
+    printf("  clusters that left: %u\n", left);
+    CHECK(left > 3);
+    layer_free(&p);
+}
+#endif
+
 /* Experts without rows, and those whose gradient is made of several pieces, too. */
 TEST(every_expert_is_ready_in_the_end)
 {

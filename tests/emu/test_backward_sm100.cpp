@@ -11,8 +11,8 @@ static StepResult run_and_count(const layer_problem &p, Run run, int64_t *left)
             return;
         const mk_rank_params &r = static_cast<const mk_combine_bwd_params *>(params)->rank;
         const uint32_t *tickets = reinterpret_cast<const mk_device_state *>(r.local + r.memory.device_state)->tickets;
-        CHECK(tickets[Yield::COUNTED] > 0 && tickets[Yield::LEFT] < tickets[Yield::COUNTED]);
-        *left += tickets[Yield::LEFT];
+        CHECK(tickets[MK_YIELD_COUNTED] > 0 && tickets[MK_YIELD_LEFT] < tickets[MK_YIELD_COUNTED]);
+        *left += tickets[MK_YIELD_LEFT];
     };
     return run_layer(p, run);
 }

@@ -138,6 +138,46 @@ TEST(two_ranks_reference_size)
     run_case(s, "reference size");
 }
 
+#ifndef MK_SM100
+/* Turns to leave at random times, in a rotating ring or a full one; fewer clusters are resident than the host thinks, or as many; those that come after others come
+ * at once or late. The bits are the same, all is done, and no more leave than there are spares. */
+TEST(clusters_leave_by_the_clock)
+{
+    uint64_t state = test_seed();
+    uint32_t left = 0, most = 0;
+    for (uint64_t i = 0; i < 7; i++) {
+        LayerShape s;
+        s.tokens = i % 3 ? std::vector<int64_t>{320} : std::vector<int64_t>{190, 150};
+        s.experts = 3 + i % 3;
+        s.hidden = 64 << i % 2;
+        s.intermediate = 512;
+        s.ring = i % 4 ? 256 : 0;
+        s.minibatch = i % 4 ? 128 : 0;
+        s.shared = i % 2 * 64;
+        s.fused = true;
+        s.resident = i ? 2 + (uint32_t)i % 3 : 1;
+        s.spare = 1 + (uint32_t)test_below(&state, 12);
+        s.clusters = s.resident + (uint32_t)(i % 5 == 0) + s.spare;
+        s.yield_ns = 1u << test_below(&state, 15);
+        s.late = i % 3 ? (uint32_t)test_below(&state, 200) : 0;
+        LayerCase layer(s, test_seed() + i);
+        const emu::Result result = layer.run();
+        if (!result.ok)
+            TEST_FAILED("%u resident, %u spare, a turn in %u ns: %s", s.resident, s.spare, s.yield_ns, result.message.c_str());
+        if (const int64_t wrong = result.ok ? layer.count_differences() : 0)
+            TEST_FAILED("%u resident, %u spare, a turn in %u ns: %lld elements differ", s.resident, s.spare, s.yield_ns, (long long)wrong);
+        for (const LayerRank &r : layer.ranks) {
+            CHECK_EQ(layer.state(r).rows_pulled + layer.state(r).rows_copied, layer.head(r).num_rows);
+            CHECK_LE(layer.state(r).tickets[MK_YIELD_LEFT], s.spare);
+            left += layer.state(r).tickets[MK_YIELD_LEFT];
+            most += s.spare;
+        }
+    }
+    printf("  clusters that left: %u, of %u spares\n", left, most);
+    CHECK(left > 3);
+}
+#endif
+
 TEST(R1_bad_id_on_one_rank_is_found_by_all_and_nothing_runs)
 {
     LayerShape s;

@@ -27,9 +27,9 @@ TEST(clusters_come_and_go)
         if (const int64_t wrong = result.ok ? layer.count_differences() : 0)
             TEST_FAILED("%u resident, refusals %u: %lld elements differ", s.resident, s.refusals, (long long)wrong);
         for (const LayerRank &r : layer.ranks) {
-            CHECK_LE(layer.state(r).tickets[Yield::LEFT], layer.state(r).tickets[Yield::COUNTED]);
-            CHECK_LE(layer.state(r).tickets[Yield::COUNTED], s.clusters);
-            left[i % 3] += layer.state(r).tickets[Yield::LEFT];
+            CHECK_LE(layer.state(r).tickets[MK_YIELD_LEFT], layer.state(r).tickets[MK_YIELD_COUNTED]);
+            CHECK_LE(layer.state(r).tickets[MK_YIELD_COUNTED], s.clusters);
+            left[i % 3] += layer.state(r).tickets[MK_YIELD_LEFT];
         }
     }
     printf("  clusters that left: %llu without refusals, %llu with half, %llu with all refused\n", (unsigned long long)left[0], (unsigned long long)left[1], (unsigned long long)left[2]);
@@ -56,7 +56,7 @@ TEST(clusters_leave_with_the_ring_full)
             TEST_FAILED("%u resident: %s", s.resident, result.message.c_str());
         if (const int64_t wrong = result.ok ? layer.count_differences() : 0)
             TEST_FAILED("%u resident: %lld elements differ", s.resident, (long long)wrong);
-        left += layer.state(layer.ranks[0]).tickets[Yield::LEFT];
+        left += layer.state(layer.ranks[0]).tickets[MK_YIELD_LEFT];
     }
     printf("  clusters that left: %u\n", left);
     CHECK(left > 0);

@@ -6,6 +6,7 @@
 #include "reference.h"
 
 #include "backend/backend.h"
+#include "layout/fault.h"
 #include "test.h"
 
 static bool have_gpu(void)
@@ -227,6 +228,38 @@ TEST(D1_bits_in_mxfp8_over_ranks_ring_minibatch_tiles_and_kernels)
 {
     NEED_GPU();
     check_bits(MOK_MXFP8);
+}
+
+/* Clusters that have left the last pass. */
+static void count_left(mok_workspace *w, void *user)
+{
+    mk_device_state state;
+    CHECK_EQ(mok_memory_copy(w, &state, w->local + w->memory.device_state, sizeof state), MOK_OK);
+    *(int64_t *)user += state.tickets[MK_YIELD_LEFT];
+}
+
+/* Clusters leave all the time, or never. */
+TEST(Y1_clusters_that_leave_change_no_bit)
+{
+    NEED_GPU();
+    mok_config c = shape_of(1024, 512, 256, 8, 2);
+    int64_t left[2] = {0};
+    layer_result result[2];
+    layer_problem p;
+    REQUIRE(layer_make(&p, &c, quick() ? 512 : 8192, LAYER_UNIFORM, 0.05, test_seed()));
+    for (int i = 0; i < 2; i++) {
+        layer_options o = {.ranks = 1, .backend = MOK_BACKEND_CUDA, .grad_dtype = MOK_FP32, .repeat = 10, .after_pass = count_left, .user = &left[i]};
+        p.cfg.yield_us = i ? -1 : 4;
+        REQUIRE(run(&p, o, &result[i]));
+    }
+    printf("  clusters that left ten backwards: %lld, and %lld where they must not\n", (long long)left[0], (long long)left[1]);
+    CHECK(left[0] > 0 || quick());
+    CHECK_EQ(left[1], 0);
+    CHECK_BYTES(result[0].out, result[1].out, (size_t)(p.tokens * c.hidden) * 2);
+    check_gradient_bytes(&result[0], &result[1], &p);
+    for (int i = 0; i < 2; i++)
+        layer_result_free(&result[i]);
+    layer_free(&p);
 }
 
 TEST(mxfp8_agrees_with_the_cpu)

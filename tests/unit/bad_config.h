@@ -82,6 +82,8 @@ static inline mok_config good_config(void)
     X(c->cpu_threads = -1, MOK_E_ARG, "cpu_threads is -1")                                                                     \
     X(c->cpu_threads = 1025, MOK_E_ARG, "cpu_threads is 1025")                                                                 \
     X(c->timeout_ms = -1, MOK_E_ARG, "timeout_ms is -1")                                                                       \
+    X(c->yield_us = -2, MOK_E_ARG, "yield_us is -2")                                                                           \
+    X(c->yield_us = 1000001, MOK_E_ARG, "yield_us is 1000001")                                                                 \
     X((c->hidden = 1 << 20, c->max_tokens = 1 << 25), MOK_E_SHAPE, "max_tokens 33554432 x ")
 
 typedef struct bad_config {

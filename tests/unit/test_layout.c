@@ -240,6 +240,7 @@ TEST(resolve_fills_every_choice)
         CHECK_EQ(c.router_dtype, MOK_FP32);
         CHECK_EQ(c.routed_hidden, c.hidden);
         CHECK_EQ(c.timeout_ms, 600000);
+        CHECK_EQ(c.yield_us, 180);
         CHECK_EQ(c.minibatch_rows % 128 + c.minibatch_rows_bwd % 128 + c.ring_rows % 128 + c.save_rows % 128, 0);
         CHECK(c.minibatch_rows > 0 && c.minibatch_rows_bwd > 0);
         CHECK(c.ring_rows >= 2 * mk_max(c.minibatch_rows, c.minibatch_rows_bwd));
@@ -403,6 +404,7 @@ TEST(fields_that_must_agree_are_told_apart)
     DIFFERENT(backend, MOK_BACKEND_CUDA);
     ALIKE(cpu_threads, 3);
     ALIKE(timeout_ms, 77);
+    ALIKE(yield_us, -1);
 }
 
 /* --- plan ----------------------------------------------------------------------------------------------------------------------- */

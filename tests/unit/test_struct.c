@@ -94,12 +94,13 @@ TEST(an_older_callers_config_plans_like_todays)
     mok_config today = good_config();
     mok_plan want = MOK_INIT(mok_plan);
     today.timeout_ms = 0;
-    today.cpu_threads = 0;
+    today.cpu_threads = today.yield_us = 0;
     REQUIRE(mok_plan_query(&today, 2, 1, 0, 0, 0, &want, NULL, NULL) == MOK_OK);
     struct { mok_config c; } old = {today};
     old.c.struct_size = offsetof(mok_config, cpu_threads);
     old.c.cpu_threads = -7; /* not part of the struct that it passes */
     old.c.timeout_ms = -7;
+    old.c.yield_us = -7;
     mok_plan got = MOK_INIT(mok_plan);
     CHECK_EQ(mok_plan_query(&old.c, 2, 1, 0, 0, 0, &got, NULL, NULL), MOK_OK);
     CHECK_BYTES(&got, &want, sizeof got);

@@ -16,11 +16,9 @@ template <bool Mx> MK_DEVICE void backward_fused(const mk_backward_params &p)
     if (warp >= kFirstMathWarp) {
         registers_raise<kBackwardRegistersMath>();
         backward_math<Mx>(p, s, warp / 4 - 1);
-        if constexpr (TileBackward::tensor_memory)
-            yield_finished(s.yield);
     } else {
         registers_lower<kBackwardRegistersOther>();
-        BackwardProgram<Mx> program = {p, s, t, {-1, 0}, ~0u, {}, 0, {s.yield, device_state(p.rank)->tickets}};
+        BackwardProgram<Mx> program = {p, s, t, {-1, 0}, ~0u, {}, 0, {s.yield, device_state(p.rank)->tickets, p.yield}};
         if (warp == 0 && lane_idx() == 0)
             backward_load<Mx>(p, s);
         else if (warp == 1 && lane_idx() == 0)

@@ -7,15 +7,13 @@ template <bool Mx> MK_DEVICE void forward_fused(const mk_forward_params &p)
 {
     ForwardShared<Mx> &s = *static_cast<ForwardShared<Mx> *>(shared_base());
     const ForwardTasks<Mx> tasks;
-    ForwardProgram<Mx> program = {p, s, mk_table_at(&p.rank.memory, p.schedule), {}, {s.yield, device_state(p.rank)->tickets}};
+    ForwardProgram<Mx> program = {p, s, mk_table_at(&p.rank.memory, p.schedule), {}, {s.yield, device_state(p.rank)->tickets, p.yield}};
     const ForwardEpilogue<Mx> epilogue = {p, program.t};
     const uint32_t warp = warp_idx();
     gemm_begin(s.gemm, 1, [&] { forward_init(p, s); });
     if (warp >= kFirstMathWarp) {
         registers_raise<kForwardRegistersMath>();
         gemm_finish(s.gemm, warp, epilogue, tasks);
-        if constexpr (TileForward::tensor_memory)
-            yield_finished(s.yield);
     } else {
         registers_lower<kForwardRegistersOther>();
         if (warp < 2)

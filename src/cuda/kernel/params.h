@@ -142,6 +142,12 @@ typedef struct mk_gemm_params {
     int32_t num_cols, num_k_blocks, b_high_row;
 } mk_gemm_params;
 
+/* Clusters that leave in the middle of a pass (stage/yield.cuh). Hopper. */
+typedef struct mk_yield_params {
+    uint32_t interval_ns;      /* from one cluster's leaving to the next one's; 0: all stay */
+    uint32_t num_resident;     /* clusters of the grid that are no spares */
+} mk_yield_params;
+
 /* The fused forward. Maps as in mk_gemm_params; those of the shared expert are unused without one. */
 typedef struct mk_forward_params {
     mk_tensor_map ring_x, gate, up, ring_h, down;
@@ -154,6 +160,7 @@ typedef struct mk_forward_params {
     int32_t up_row;            /* row of `up` where the up rows start: 0, or I with combined weights */
     int32_t shared_up_row;
     int32_t recompute;         /* gate/up alone, of the rows that the context keeps */
+    mk_yield_params yield;
 } mk_forward_params;
 
 /* Where one matrix's weight gradients go. */
@@ -183,6 +190,7 @@ typedef struct mk_backward_params {
     int64_t num_tokens;
     int32_t want_data, want_weights;
     int32_t kind, step;        /* kind 0: the whole pass; else an mk_task_kind: its tasks of this step only (staged) */
+    mk_yield_params yield;     /* of a whole pass */
 } mk_backward_params;
 
 /* mok_shared_scale: s of every token. mok_s5_combine_bwd: the reduce, and the shared expert's output gate's gradient. */

@@ -118,8 +118,7 @@ template <bool Mx> MK_DEVICE void backward_init(const mk_backward_params &p, con
 {
     for (uint32_t i = 0; i < kTaskSlots; i++)
         mbar_init(smem_addr(&s.ready[i]), 1);
-    if constexpr (TileBackward::tensor_memory)
-        yield_init(s.yield);
+    yield_init(s.yield);
     fence_mbar_init_release_cluster();
     s.walk = backward_walk<Mx>(p, t);
     int64_t first = 0, end = s.walk.num_tasks;
@@ -143,12 +142,12 @@ template <bool Mx> struct BackwardProgram {
     int32_t cols;         /* from one rank's columns to the next's */
     Yield yield;          /* of the schedule thread */
 
-    /* Blackwell's clusters may leave before the tasks of a pass are all drawn. */
+    /* A cluster may leave before the tasks of a pass are all drawn. */
     MK_MEMBER uint32_t next()
     {
-        if constexpr (TileBackward::tensor_memory)
-            if (!p.kind)
-                return yield.next((s.end + 1) / 2); /* pairs */
+        constexpr uint32_t drawn = TileBackward::tensor_memory ? 2 : 1; /* at a time */
+        if (!p.kind)
+            return yield.next((s.end + drawn - 1) / drawn);
         return s.first + ticket_take_relaxed_gpu(&device_state(p.rank)->tickets[0], 1);
     }
 
@@ -627,7 +626,7 @@ template <bool Mx> MK_DEVICE void backward_dispatch(const mk_backward_params &p,
         if (p.step < s.walk.num_minibatches)
             mk_walk_minibatch(&s.walk, p.step, &first, &end);
     }
-    dispatch.stop = TileBackward::tensor_memory && !p.kind ? smem_addr(&s.yield.finished) : 0;
+    dispatch.stop = p.kind ? 0 : smem_addr(&s.yield.leaving);
     const auto need_x = [&] { return wants_x(p) || s.walk.replay_from < s.walk.num_tiles; };
     dispatch.need_x = need_x();
     dispatch.move_all(&device_state(p.rank)->tickets[1], first * MK_ROW_TILE, (end - first) * MK_ROW_TILE);

@@ -86,13 +86,11 @@ template <bool Mx> struct ForwardProgram {
     RingCursor<kTaskSlots> at;  /* of the load thread: the next task's place in `ready` */
     Yield yield;                /* of the schedule thread */
 
-    /* Blackwell's clusters may leave before the tasks are all drawn. */
+    /* A cluster may leave before the tasks are all drawn. */
     MK_MEMBER uint32_t next()
     {
-        uint32_t *tickets = device_state(p.rank)->tickets;
-        if constexpr (TileForward::tensor_memory)
-            return yield.next((uint32_t)((s.walk.num_tasks + 1) / 2)); /* pairs */
-        return ticket_take_relaxed_gpu(&tickets[0], 1);
+        constexpr int64_t drawn = TileForward::tensor_memory ? 2 : 1; /* at a time */
+        return yield.next((uint32_t)mk_ceil_div(s.walk.num_tasks, drawn));
     }
 
     MK_MEMBER bool task(uint32_t number, uint32_t rank, GemmTask &task) const
@@ -274,7 +272,7 @@ template <bool Mx> MK_DEVICE void forward_dispatch(const mk_forward_params &p, F
 {
     const mk_walk &walk = s.walk;
     Dispatch<Mx> dispatch(p.rank, mk_table_at(&p.rank.memory, p.schedule), s.dispatch, &walk, &s.trace);
-    dispatch.stop = TileForward::tensor_memory ? smem_addr(&s.yield.finished) : 0;
+    dispatch.stop = smem_addr(&s.yield.leaving);
     const int64_t num_rows = walk.num_tiles * MK_ROW_TILE;
     dispatch.move_all(&device_state(p.rank)->tickets[1], num_rows - 1, num_rows);
     dispatch.count();

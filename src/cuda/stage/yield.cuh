@@ -1,16 +1,16 @@
 /* Giving SMs back while a pass runs: what a cluster asks before it draws another task.
  *
  * Other streams' kernels of higher priority (a framework's NCCL, say) get an SM only when a cluster leaves. So a pass is launched with more
- * clusters than fit, and every so many tasks a cluster asks Cluster Launch Control to cancel one that has not started. Granted: it goes
- * on, as if it were that cluster. Refused: somebody wants the SM, or nobody is left; it leaves if somebody will come after it,
- * and else stays to the end. The tasks come from the ticket in any case, so who comes and who leaves changes no bit.
+ * clusters than fit. When one leaves, the hardware starts what has the highest priority: somebody else's CTAs, if there are any, or else one of ours, which
+ * goes on with the walk. The tasks come from the ticket in any case, so who comes and who leaves changes no bit.
  *
- * Somebody will come, as long as fewer clusters are counted than the grid has. A cluster is counted by itself when it starts, or by the one that
- * cancelled it, who goes on. Whoever counts the last one therefore stays, and all tasks are done. Asked is one task ahead,
- * so that the answer is there in time; never again after a refusal.
+ * A cluster may leave only if another of the grid is left to come after it; so when the last has come, all stay, and all tasks are done.
  *
  * Nor does the last one of those present leave: rows that a leaving cluster still moves may wait for tasks that nobody has drawn yet (a slot of the
- * ring is free when they are done), and it is not gone before it has moved them. So one cluster always goes on drawing tasks. */
+ * ring is free when they are done), and it is not gone before it has moved them. So one cluster always goes on drawing tasks, and rows.
+ *
+ * A cluster that leaves draws no more rows from the moment when it draws no more tasks: it still has a few tasks to do, while its last batch of rows
+ * arrives. What rows those tasks want is moved by whoever is present. */
 #ifndef MK_STAGE_YIELD_CUH
 #define MK_STAGE_YIELD_CUH
 
@@ -20,44 +20,60 @@
 namespace mk {
 
 struct YieldShared {
+#ifdef MK_SM100
     Vec4 answer;
     uint64_t answered;  /* one arrival and 16 bytes */
-    uint64_t finished;  /* the CTA's math warps: all tasks that the cluster has drawn are done */
+#endif
+    uint64_t leaving;   /* one arrival: the cluster draws nothing more, because it leaves. In each CTA, for its dispatch warp */
 };
 
 /* By one thread, before anybody uses them; then a cluster barrier. */
 MK_DEVICE void yield_init(YieldShared &s)
 {
+#ifdef MK_SM100
     mbar_init(smem_addr(&s.answered), 1);
-    mbar_init(smem_addr(&s.finished), kMathWarps);
+#endif
+    mbar_init(smem_addr(&s.leaving), 1);
 }
 
-/* By every math warp when it has seen its last task. Rows that only other clusters' tasks need are theirs to move, so a cluster that leaves
- * need not move more: a dispatch warp draws none once this is complete. */
-MK_DEVICE void yield_finished(YieldShared &s)
+/* This cluster is no longer there to draw tasks, if another one is. */
+MK_DEVICE bool yield_to_another(uint32_t *tickets)
 {
-    sync_warp();
-    if (lane_idx() == 0)
-        mbar_arrive_release_cta(smem_addr(&s.finished));
+    if (ticket_take_relaxed_gpu(&tickets[MK_YIELD_PRESENT], ~0u) >= 2)
+        return true;
+    ticket_take_relaxed_gpu(&tickets[MK_YIELD_PRESENT], 1);
+    return false;
 }
 
-/* Of one thread of the cluster. */
+/* Of both CTAs: their dispatch warps draw no more rows. */
+MK_DEVICE void yield_tell_dispatch(YieldShared &s)
+{
+    for (uint32_t rank = 0; rank < 2; rank++)
+        mbar_arrive_remote_release_cta(cluster_addr(smem_addr(&s.leaving), rank));
+}
+
+#ifdef MK_SM100
+/* Blackwell: every so many tasks a cluster asks Cluster Launch Control to cancel one that has not started. Granted: it goes on, as if it were that
+ * cluster. Refused: somebody wants the SM, or nobody is left; it leaves if somebody will come after it, and else stays to the end.
+ *
+ * Somebody will come, as long as fewer clusters are counted than the grid has. A cluster is counted by itself when it starts, or by the one that
+ * cancelled it, who goes on. Asked is one task ahead, so that the answer is there in time; never again after a refusal. Of one thread of the cluster. */
 struct Yield {
     YieldShared &s;
-    uint32_t *tickets;          /* of the device state; [COUNTED]: clusters started or cancelled, [LEFT]: that have left, [PRESENT]: started and not leaving */
+    uint32_t *tickets;          /* of the device state */
+    const mk_yield_params &how; /* of Hopper */
     uint32_t every = 0;         /* tasks for one permission */
     uint32_t allowed = 0;       /* of them, still to draw */
     uint32_t parity = 0;
     bool stays = false, asked = false;
-    enum { COUNTED = 2, LEFT = 3, PRESENT = 5 };
 
     MK_MEMBER void begin(uint32_t num_tasks)
     {
         every = (num_tasks + num_clusters() - 1) / num_clusters();
         every = every < 2 ? 2 : every;
         allowed = every;
-        ticket_take_relaxed_gpu(&tickets[COUNTED], 1);
-        ticket_take_relaxed_gpu(&tickets[PRESENT], 1);
+        ticket_take_relaxed_gpu(&tickets[MK_YIELD_COUNTED], 1);
+        ticket_take_relaxed_gpu(&tickets[MK_YIELD_PRESENT], 1);
     }
 
     MK_MEMBER void ask()
@@ -79,12 +95,7 @@ struct Yield {
     /* After a refusal: will another cluster come, and is one there to go on? */
     MK_MEMBER bool may_leave() const
     {
-        if (flag_load_relaxed_gpu(&tickets[COUNTED]) >= num_clusters())
-            return false;
-        if (ticket_take_relaxed_gpu(&tickets[PRESENT], ~0u) >= 2)
-            return true;
-        ticket_take_relaxed_gpu(&tickets[PRESENT], 1);
-        return false;
+        return flag_load_relaxed_gpu(&tickets[MK_YIELD_COUNTED]) < num_clusters() && yield_to_another(tickets);
     }
 
     /* Before a task is drawn: false if the cluster is to leave. */
@@ -98,13 +109,15 @@ struct Yield {
             return true;
         }
         if (granted()) {
-            ticket_take_relaxed_gpu(&tickets[COUNTED], 1);
+            ticket_take_relaxed_gpu(&tickets[MK_YIELD_COUNTED], 1);
             allowed = every - 1;
             return true;
         }
         stays = !may_leave();
-        if (!stays)
-            counter_add_relaxed_gpu(&tickets[LEFT], 1u);
+        if (!stays) {
+            counter_add_relaxed_gpu(&tickets[MK_YIELD_LEFT], 1u);
+            yield_tell_dispatch(s);
+        }
         return stays;
     }
 
@@ -121,6 +134,63 @@ struct Yield {
         return number;
     }
 };
+#else
+/* Hopper: by the clock, since nobody can be asked. The grid is what is resident at once and spare clusters; every `interval_ns` one cluster leaves, each in
+ * its turn, which it knows from its number and the time when it started: those of the beginning in the order of their numbers, every other when all have
+ * had their turn. So nothing is drawn or polled for it, and the SMs come free one pair after the other, not all at once. How late they
+ * do (the tasks that have been drawn are done first) matters little, because it is much the same for all.
+ *
+ * As many leave as there are spare clusters, and none when few tasks are left. Of one thread of the cluster. */
+struct Yield {
+    YieldShared &s;
+    uint32_t *tickets;          /* of the device state */
+    const mk_yield_params &how;
+    enum State : uint32_t { NEW, IN_TURN, STAYS, LEAVES } state = NEW;
+    uint32_t last = 0;          /* task drawn */
+    uint64_t turn_ns = 0;       /* when it is this cluster's turn to leave */
+
+    /* Nobody leaves at the very beginning, when all wait for their first rows. */
+    enum { FIRST_TURN = 8, LAST_TASKS = 4 };
+
+    MK_MEMBER void begin()
+    {
+        const bool spare = cluster_idx() >= how.num_resident;
+        state = how.interval_ns ? IN_TURN : STAYS;
+        turn_ns = time_ns() + (uint64_t)how.interval_ns * (spare ? how.num_resident : FIRST_TURN + cluster_idx());
+        if (how.interval_ns)
+            counter_add_relaxed_gpu(&tickets[MK_YIELD_PRESENT], 1u);
+    }
+
+    /* Is there a spare cluster to come after this one, and one present to go on? */
+    MK_MEMBER bool may_leave() const
+    {
+        if (ticket_take_relaxed_gpu(&tickets[MK_YIELD_LEFT], 1) < num_clusters() - how.num_resident && yield_to_another(tickets))
+            return true;
+        ticket_take_relaxed_gpu(&tickets[MK_YIELD_LEFT], ~0u);
+        return false;
+    }
+
+    MK_MEMBER void take_turn(uint32_t num_tasks)
+    {
+        const bool soon_over = last + LAST_TASKS * how.num_resident >= num_tasks;
+        state = !soon_over && may_leave() ? LEAVES : STAYS;
+        if (state == LEAVES)
+            yield_tell_dispatch(s);
+    }
+
+    /* The number of the cluster's next task of num_tasks; past them all if there are no more, or, from then on, if it is to leave. */
+    MK_MEMBER uint32_t next(uint32_t num_tasks)
+    {
+        if (state == NEW)
+            begin();
+        if (state == IN_TURN && time_ns() >= turn_ns)
+            take_turn(num_tasks);
+        if (state == LEAVES)
+            return kNoMoreTasks;
+        return last = ticket_take_relaxed_gpu(&tickets[0], 1);
+    }
+};
+#endif
 
 } /* namespace mk */
 #endif
