@@ -11,7 +11,7 @@
  * so many leave in mok_config.yield_us, which makes 16 SMs. */
 enum { LAUNCH_ROUNDS = 4, YIELD_CLUSTERS = 8, MOST_SPARE_CLUSTERS = 1 << 16 };
 static const double slow_flops_per_ns = 3e3; /* of one SM: half of what an H200's does */
-enum { BLOCKS_PER_SM = 8, COMMUNICATION_ROW_TILE = MK_ROW_TILE, COPY_BYTES_PER_BLOCK = 16384 };
+enum { BLOCKS_PER_SM = 8, COMMUNICATION_ROW_TILE = MK_ROW_TILE, COPY_BYTES_PER_BLOCK = 16384, ROUTES_PER_BLOCK = 256 };
 
 typedef struct cuda_call {
     mok_workspace *w;
@@ -136,7 +136,7 @@ static mok_status publish_mx(const cuda_call *c, const void *tokens, int64_t pla
 
 static mok_status open_call(cuda_call *c, call_inputs in)
 {
-    int64_t tokens = c->open.num_tokens, bytes = 0;
+    int64_t tokens = c->open.num_tokens, blocks = 1;
     bool mx = c->w->dims.mx;
     MK_TRY(follow_last_call(c));
     if (c->s->times && !c->capturing)
@@ -151,9 +151,11 @@ static mok_status open_call(cuda_call *c, call_inputs in)
         begin.x = mk_reads_in_place(&c->w->dims) ? NULL : in.x;
         begin.dout = mk_reads_in_place(&c->w->dims) ? NULL : in.dout;
         begin.router_weights = in.router_weights;
-        bytes = tokens * (begin.x ? c->w->dims.hidden * (in.dout ? 4 : 2) : c->w->dims.topk * 4);
+        blocks = mk_ceil_div(tokens * c->w->dims.topk, ROUTES_PER_BLOCK);
+        if (begin.x)
+            blocks = mk_max(blocks, mk_ceil_div(tokens * c->w->dims.hidden * (in.dout ? 4 : 2), COPY_BYTES_PER_BLOCK));
     }
-    return launch(c, MK_CUDA_mok_call_begin, blocks_for(c, mk_ceil_div(bytes, COPY_BYTES_PER_BLOCK)), &begin, 0);
+    return launch(c, MK_CUDA_mok_call_begin, blocks_for(c, blocks), &begin, 0);
 }
 
 /* A rank that has failed (`status`) still tells those that it meets on the host. */

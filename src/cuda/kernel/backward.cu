@@ -18,7 +18,7 @@ template <bool Mx> MK_DEVICE void backward_fused(const mk_backward_params &p)
         backward_math<Mx>(p, s, warp / 4 - 1);
     } else {
         registers_lower<kBackwardRegistersOther>();
-        BackwardProgram<Mx> program = {p, s, t, {-1, 0}, ~0u, {}, 0, {s.yield, device_state(p.rank)->tickets, p.yield}};
+        BackwardProgram<Mx> program = {p, s, t, {s.yield, device_state(p.rank)->tickets, p.yield}};
         if (warp == 0 && lane_idx() == 0)
             backward_load<Mx>(p, s);
         else if (warp == 1 && lane_idx() == 0)

@@ -51,7 +51,7 @@
 #include "layout/memory.h"
 #include "layout/trace.h"
 
-enum { MK_SMALL_SHARED = 4096 };          /* dynamic shared memory of every kernel without a figure of its own */
+enum { MK_SMALL_SHARED = 4608 };          /* dynamic shared memory of every kernel without a figure of its own */
 enum { MK_GEMM_SHARED_WIDE = 230400, MK_GEMM_SHARED_NARROW = 230400 };
 enum { MK_DISPATCH_AREA = 32768 };        /* bytes of the dispatch slots: two rows of H 7168, four of H 4096, eight of H 2048 */
 enum { MK_DISPATCH_SHARED = MK_DISPATCH_AREA + 384 }; /* with their mbarriers and records */

@@ -136,11 +136,8 @@ template <bool Mx> struct BackwardProgram {
     const mk_backward_params &p;
     BackwardShared &s;
     mk_table t;
-    mk_walk_cursor at;
-    uint32_t last_number; /* a task is asked for once for each CTA of the cluster, one after the other */
-    GemmTask last;        /* as it is for rank 0; kind NONE: there are no more */
-    int32_t cols;         /* from one rank's columns to the next's */
-    Yield yield;          /* of the schedule thread */
+    Yield yield;  /* of the schedule thread, and */
+    ClusterTask last = {};
 
     /* A cluster may leave before the tasks of a pass are all drawn. */
     MK_MEMBER uint32_t next()
@@ -151,40 +148,31 @@ template <bool Mx> struct BackwardProgram {
         return s.first + ticket_take_relaxed_gpu(&device_state(p.rank)->tickets[0], 1);
     }
 
-    MK_MEMBER bool task(uint32_t number, uint32_t rank, GemmTask &task)
-    {
-        if (number != last_number)
-            work_out(number < s.end ? mk_walk_task_after(&s.walk, number, &at) : mk_task_make(MK_TASK_NONE, 0, 0));
-        last_number = number;
-        if (last.kind == MK_TASK_NONE)
-            return false;
-        task = last;
-        task.col += (int32_t)rank * cols;
-        return true;
-    }
+    MK_MEMBER bool task(uint32_t number, uint32_t rank, GemmTask &task) { return last.of_rank(*this, number, rank, task); }
 
-private:
-    MK_MEMBER void work_out(const mk_task &next)
+    MK_MEMBER void work_out(uint32_t number)
     {
-        last = {};
-        last.kind = next.kind;
-        last.tag = next.tile;
+        const mk_task next = number < s.end ? mk_walk_task_after(&s.walk, number, &last.walked) : mk_task_make(MK_TASK_NONE, 0, 0);
+        last.first = {};
+        last.first.kind = next.kind;
+        last.first.tag = next.tile;
         if (next.kind == MK_TASK_NONE)
             return;
         if (stage_of(next.kind) == MK_TASK_WGRAD)
-            wgrad_task(next, last);
+            wgrad_task(next, last.first);
         else
-            row_task(next, last);
+            row_task(next, last.first);
     }
 
+private:
     MK_MEMBER void row_task(const mk_task &next, GemmTask &task)
     {
         const mk_dims &d = p.rank.dims;
         const bool shared = is_shared_task(next.kind);
         const int32_t stage = stage_of(next.kind);
         const int64_t width = shared ? d.shared_intermediate : d.intermediate;
-        cols = (int32_t)(stage == MK_TASK_GATE_UP ? TileBackward::cols / 2 : TileBackward::cols);
-        task.col = next.part * (int32_t)kColumnTiles<TileBackward> * cols;
+        last.cols = (int32_t)(stage == MK_TASK_GATE_UP ? TileBackward::cols / 2 : TileBackward::cols);
+        task.col = next.part * (int32_t)kColumnTiles<TileBackward> * last.cols;
         task.num_k_blocks = (int32_t)((stage == MK_TASK_DGRAD_GATE_UP ? 2 * width : d.hidden) / kBlockK);
         if constexpr (Mx) /* a task that is there for the weight gradients' operands alone */
             task.num_k_blocks = stage == MK_TASK_DGRAD_GATE_UP && !p.want_data ? 2 : task.num_k_blocks;
@@ -220,7 +208,7 @@ private:
         task.kind |= part.matrix << WGRAD_MATRIX_SHIFT | flags;
         task.out_row = part.row;
         task.col = part.col;
-        cols = (int32_t)TileBackward::cols;
+        last.cols = (int32_t)TileBackward::cols;
         /* A contraction over nothing is one block, all of it zeroed. */
         task.num_k_blocks = (int32_t)mk_max(mk_ceil_div(task.num_rows, kBlockK), 1);
     }

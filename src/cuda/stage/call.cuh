@@ -38,24 +38,36 @@ struct SentenceWriter {
     MK_MEMBER bool end() { store(&head->sentence[used], (char)0); return true; }
 };
 
+/* What a call's memory says of itself. Read in one go: one thread opens a call, and a pass waits for it. */
+struct CallMemory {
+    mk_schedule_head schedule = {};
+    mk_context_head context = {};
+    MK_MEMBER CallMemory(const mk_open_params &p)
+    {
+        schedule = load(static_cast<const mk_schedule_head *>(p.schedule));
+        if (p.context)
+            context = load(static_cast<const mk_context_head *>(p.context));
+    }
+    MK_MEMBER bool is_schedule(const mk_rank_params &r) const { return schedule.magic == MK_SCHEDULE_MAGIC && schedule.fingerprint == r.fingerprint; }
+};
+
 /* Is the memory the call got what mok_schedule (and mok_forward) left there? If not, the head gets the cpu backend's sentence
  * (cpu/cpu.c). */
-MK_DEVICE bool call_memory_is_stale(const mk_open_params &p, mk_call_head *head)
+MK_DEVICE bool call_memory_is_stale(const mk_open_params &p, const CallMemory &memory, mk_call_head *head)
 {
-    const mk_rank_params &r = p.rank;
-    const mk_schedule_head *s = static_cast<const mk_schedule_head *>(p.schedule);
-    const mk_context_head *c = static_cast<const mk_context_head *>(p.context);
+    const mk_schedule_head &s = memory.schedule;
+    const mk_context_head &c = memory.context;
     SentenceWriter say = {head};
-    if (load(&s->magic) != MK_SCHEDULE_MAGIC || load(&s->fingerprint) != r.fingerprint)
+    if (!memory.is_schedule(p.rank))
         return say.text("schedule was not filled by mok_schedule of this configuration").end();
-    if (load(&s->num_tokens) != p.num_tokens)
-        return say.text("num_tokens is ").number((uint64_t)p.num_tokens).text(", but the schedule was made for ").number((uint64_t)load(&s->num_tokens)).end();
-    if (!c)
+    if (s.num_tokens != p.num_tokens)
+        return say.text("num_tokens is ").number((uint64_t)p.num_tokens).text(", but the schedule was made for ").number((uint64_t)s.num_tokens).end();
+    if (!p.context)
         return false;
-    if (load(&c->magic) != MK_CONTEXT_MAGIC || load(&c->fingerprint) != r.fingerprint)
+    if (c.magic != MK_CONTEXT_MAGIC || c.fingerprint != p.rank.fingerprint)
         return say.text("context was not filled by mok_forward or mok_recompute of this configuration").end();
-    if (load(&c->schedule_number) != load(&s->number) || load(&c->num_tokens) != load(&s->num_tokens))
-        return say.text("context belongs to schedule ").number(load(&c->schedule_number)).text(", but this is schedule ").number(load(&s->number)).end();
+    if (c.schedule_number != s.number || c.num_tokens != s.num_tokens)
+        return say.text("context belongs to schedule ").number(c.schedule_number).text(", but this is schedule ").number(s.number).end();
     return false;
 }
 
@@ -64,25 +76,27 @@ MK_DEVICE void open_call(const mk_open_params &p)
 {
     mk_device_state *state = device_state(p.rank);
     const uint64_t call = load(&state->calls) + 1;
+    const bool given_up = load(&state->given_up) != 0, schedules = p.operation == MK_OP_SCHEDULE;
     mk_call_head *head = call_head(p.rank, p.rank.dims.rank, call);
     uint64_t schedule_number = call; /* a schedule's number is its call's, so that ranks agree on it whatever they called before */
     int32_t status = p.status;
+    if (status == 0 && !schedules) {
+        const CallMemory memory(p);
+        if (call_memory_is_stale(p, memory, head))
+            status = 5; /* MOK_E_STATE */
+        else
+            schedule_number = memory.schedule.number;
+    }
+    if (status == 0 && schedules)
+        store(static_cast<mk_schedule_head *>(p.schedule), mk_schedule_head{}); /* nobody's, until it is filled */
     store(&state->calls, call);
-    store(&state->skip, load(&state->given_up) ? 1u : 0u); /* a rank that gave up a pass is no longer in step with the others */
+    store(&state->skip, given_up ? 1u : 0u); /* a rank that gave up a pass is no longer in step with the others */
     store(&state->tickets[0], 0u);
     store(&state->tickets[1], 0u);
     store(&state->tickets[2], 0u);
     store(&state->tickets[3], 0u);
     store(&state->tickets[5], 0u);
     store(&state->first_bad_id, ~(uint64_t)0);
-    if (p.operation == MK_OP_SCHEDULE) {
-        if (status == 0)
-            store(&static_cast<mk_schedule_head *>(p.schedule)->magic, (uint64_t)0);
-    } else if (status == 0 && call_memory_is_stale(p, head)) {
-        status = 5; /* MOK_E_STATE */
-    } else if (status == 0) {
-        schedule_number = load(&static_cast<const mk_schedule_head *>(p.schedule)->number);
-    }
     if (p.status != 0)
         write_sentence(head, p.sentence, sizeof p.sentence);
     store(&head->sequence, call);
@@ -131,6 +145,25 @@ MK_DEVICE void publish(const mk_begin_params &p, int64_t thread, int64_t num_thr
     for (int64_t i = thread; i < routes && p.router_weights; i += num_threads)
         store(&weights[i], r.router_bf16 ? bf16_to_float(load(static_cast<const bf16 *>(p.router_weights) + i))
                                          : load(static_cast<const float *>(p.router_weights) + i));
+}
+
+/* All threads of the grid: the counters of the live tiles start a pass at 0. They are this rank's own, so nobody has to be met first. */
+MK_DEVICE void clear_counters(const mk_open_params &p, int64_t thread, int64_t num_threads)
+{
+    const mk_rank_params &r = p.rank;
+    if (p.operation == MK_OP_SCHEDULE || p.status != 0)
+        return;
+    const CallMemory memory(p);
+    if (!memory.is_schedule(r)) /* then the call is about to be refused */
+        return;
+    for (int32_t c = 0; c < MK_NUM_TILE_COUNTERS; c++)
+        for (int64_t t = thread; t < memory.schedule.num_tiles; t += num_threads)
+            store(counter_at(r, c, t), 0u);
+    for (int64_t t = thread; t < memory.schedule.num_pieces; t += num_threads)
+        store(counter_at(r, MK_COUNTER_wgrad_tasks_done, t), 0u);
+    for (int32_t c = MK_COUNTER_shared_s2_tasks_done; c < MK_NUM_COUNTERS; c++)
+        for (int64_t t = thread; t < MK_SHARED_TILES(&r.dims); t += num_threads)
+            store(counter_at(r, c, t), 0u);
 }
 
 /* Is this the last block of the grid to come here? Release: what the block has published; acquire: what all have. Leaves a word of shared
@@ -210,43 +243,30 @@ MK_DEVICE void rank_barrier(const mk_rank_params &r)
 
 /* ---- the verdict ---- */
 
-/* Smallest rank whose head refuses or differs from rank 0's, one candidate per thread; P if none. */
-MK_DEVICE int32_t first_offender(const mk_rank_params &r, uint64_t call, bool refusals)
+/* Smallest rank whose head refuses, and smallest whose head differs from rank 0's; P: none. One candidate per thread. */
+struct Offenders { int32_t refuses, differs; };
+MK_DEVICE Offenders find_offenders(const mk_rank_params &r, uint64_t call)
 {
-    int32_t *found = static_cast<int32_t *>(shared_base()); /* [128] */
+    Offenders *found = static_cast<Offenders *>(shared_base()); /* [128] */
     const mk_call_head *zero = call_head(r, 0, call);
-    int32_t mine = r.dims.num_ranks;
-    for (int32_t i = (int32_t)thread_idx(); i < r.dims.num_ranks && mine == r.dims.num_ranks; i += 128) {
+    const int32_t none = r.dims.num_ranks;
+    Offenders mine = {none, none};
+    for (int32_t i = (int32_t)thread_idx(); i < none; i += 128) {
         const mk_call_head *h = call_head(r, i, call);
-        const bool refuses = load(&h->status) != 0;
-        const bool differs = load(&h->operation) != load(&zero->operation) || load(&h->layer) != load(&zero->layer) ||
-                             load(&h->schedule_number) != load(&zero->schedule_number) || load(&h->sequence) != load(&zero->sequence) ||
-                             load(&h->parts) != load(&zero->parts);
-        if (refusals ? refuses : differs)
-            mine = i;
+        const bool differs = (load(&h->operation) != load(&zero->operation)) | (load(&h->layer) != load(&zero->layer)) | (load(&h->parts) != load(&zero->parts)) |
+                             (load(&h->schedule_number) != load(&zero->schedule_number)) | (load(&h->sequence) != load(&zero->sequence));
+        if (load(&h->status) != 0)
+            mine.refuses = (int32_t)mk_min(mine.refuses, i);
+        if (differs)
+            mine.differs = (int32_t)mk_min(mine.differs, i);
     }
     store(&found[thread_idx()], mine);
     barrier_block_sync();
-    int32_t first = r.dims.num_ranks;
-    for (uint32_t i = 0; i < 128; i++)
-        first = (int32_t)mk_min(first, load(&found[i]));
-    barrier_block_sync();
-    return first;
-}
-
-/* The counters of the live tiles start a pass at 0. */
-MK_DEVICE void clear_counters(const mk_rank_params &r, const void *schedule)
-{
-    const int32_t num_tiles = load(&static_cast<const mk_schedule_head *>(schedule)->num_tiles);
-    for (int32_t c = 0; c < MK_NUM_TILE_COUNTERS; c++)
-        for (int32_t t = (int32_t)thread_idx(); t < num_tiles; t += 128)
-            store(counter_at(r, c, t), 0u);
-    const int32_t num_pieces = load(&static_cast<const mk_schedule_head *>(schedule)->num_pieces);
-    for (int32_t t = (int32_t)thread_idx(); t < num_pieces; t += 128)
-        store(counter_at(r, MK_COUNTER_wgrad_tasks_done, t), 0u);
-    for (int32_t c = MK_COUNTER_shared_s2_tasks_done; c < MK_NUM_COUNTERS; c++)
-        for (int32_t t = (int32_t)thread_idx(); t < MK_SHARED_TILES(&r.dims); t += 128)
-            store(counter_at(r, c, t), 0u);
+    for (int32_t i = 0; i < mk_min(none, 128); i++) {
+        const Offenders of = load(&found[i]);
+        mine = {(int32_t)mk_min(mine.refuses, of.refuses), (int32_t)mk_min(mine.differs, of.differs)};
+    }
+    return mine;
 }
 
 /* Rank offsets of the global token ids, from all heads. */
@@ -278,17 +298,20 @@ MK_DEVICE int64_t rows_of_tiles(const mk_rank_params &r, const mk_table &t, int6
 MK_DEVICE void count_pass(const mk_open_params &p)
 {
     mk_device_state *state = device_state(p.rank);
-    const mk_schedule_head *h = static_cast<const mk_schedule_head *>(p.schedule);
-    const int64_t all_tiles = load(&h->num_tiles), num_tiles = p.operation == MK_OP_RECOMPUTE ? mk_min(all_tiles, p.rank.dims.saved_tiles) : all_tiles;
-    const int64_t num_rows = num_tiles == all_tiles ? load(&h->num_rows) : rows_of_tiles(p.rank, mk_table_at(&p.rank.memory, p.schedule), num_tiles);
-    store(&state->done[p.operation], load(&state->done[p.operation]) + 1);
-    store(&state->rows_padding, load(&state->rows_padding) + num_tiles * MK_ROW_TILE - num_rows);
-    store(&state->ring_rotations, load(&state->ring_rotations) + num_tiles / p.rank.dims.ring_tiles);
+    const mk_schedule_head h = load(static_cast<const mk_schedule_head *>(p.schedule));
+    /* All are read before any is written: reads wait for nothing but each other then. */
+    const auto done = load(&state->done[p.operation]);
+    const auto padding = load(&state->rows_padding), rotations = load(&state->ring_rotations), pushed = load(&state->bytes_pushed_peer), continued = load(&state->wgrad_continued);
+    const int64_t num_tiles = p.operation == MK_OP_RECOMPUTE ? mk_min(h.num_tiles, p.rank.dims.saved_tiles) : h.num_tiles;
+    const int64_t num_rows = num_tiles == h.num_tiles ? h.num_rows : rows_of_tiles(p.rank, mk_table_at(&p.rank.memory, p.schedule), num_tiles);
     const bool data = p.operation == MK_OP_BACKWARD && p.parts != 2; /* MOK_BACKWARD_WEIGHTS */
+    store(&state->done[p.operation], done + 1);
+    store(&state->rows_padding, padding + num_tiles * MK_ROW_TILE - num_rows);
+    store(&state->ring_rotations, rotations + num_tiles / p.rank.dims.ring_tiles);
     if (p.operation == MK_OP_FORWARD || data)
-        store(&state->bytes_pushed_peer, load(&state->bytes_pushed_peer) + load(&h->rows_peer) * (p.rank.dims.hidden * 2 + (data ? 4 : 0)));
+        store(&state->bytes_pushed_peer, pushed + h.rows_peer * (p.rank.dims.hidden * 2 + (data ? 4 : 0)));
     if (p.want_weights)
-        store(&state->wgrad_continued, load(&state->wgrad_continued) + load(&h->wgrad_continued));
+        store(&state->wgrad_continued, continued + h.wgrad_continued);
 }
 
 /* 128 threads, one block, when all ranks have opened the call. Every rank reads the same heads, so all come to the same end; a rank
@@ -298,7 +321,8 @@ MK_DEVICE void check_call(const mk_open_params &p)
     const mk_rank_params &r = p.rank;
     mk_device_state *state = device_state(r);
     const uint64_t call = load(&state->calls);
-    const int32_t first = first_offender(r, call, true), different = first_offender(r, call, false), none = r.dims.num_ranks;
+    const Offenders offenders = find_offenders(r, call);
+    const int32_t first = offenders.refuses, different = offenders.differs, none = r.dims.num_ranks;
     if (first != none || different != none) {
         const int32_t refused = first != none && load(&call_head(r, r.dims.rank, call)->status) != 0 ? r.dims.rank : first;
         if (thread_idx() == 0 && p.status != 0)
@@ -314,7 +338,6 @@ MK_DEVICE void check_call(const mk_open_params &p)
         count_tokens(r, t, call);
         return;
     }
-    clear_counters(r, p.schedule);
     if (thread_idx() == 0)
         count_pass(p);
 }
@@ -345,7 +368,9 @@ MK_DEVICE void begin_call(const mk_begin_params &p)
 {
     {
         const TraceLaunch trace(p.open.rank, MK_TRACE_publish);
-        publish(p, (int64_t)block_idx() * 128 + thread_idx(), (int64_t)num_blocks() * 128);
+        const int64_t thread = (int64_t)block_idx() * 128 + thread_idx(), num_threads = (int64_t)num_blocks() * 128;
+        clear_counters(p.open, thread, num_threads);
+        publish(p, thread, num_threads);
     }
     if (last_block(p.open.rank))
         open_and_check_call(p);

@@ -78,13 +78,35 @@ MK_DEVICE mk_walk forward_walk(const mk_forward_params &p)
 MK_DEVICE bool is_shared(int32_t kind) { return kind == MK_TASK_SHARED_GATE_UP || kind == MK_TASK_SHARED_DOWN; }
 MK_DEVICE bool is_down(int32_t kind) { return kind == MK_TASK_DOWN || kind == MK_TASK_SHARED_DOWN; }
 
+/* The task that was asked for last: a schedule thread asks once for each CTA of its cluster, one after the other, and where tasks are
+ * short it is what limits a pass. Program::work_out fills `first` and `cols`. */
+struct ClusterTask {
+    mk_walk_cursor walked = {-1, 0};
+    uint32_t number = ~0u;
+    GemmTask first;  /* as it is for rank 0; kind NONE: there are no more */
+    int32_t cols;    /* from one rank's columns to the next's */
+
+    template <class Program> MK_MEMBER bool of_rank(Program &program, uint32_t asked, uint32_t rank, GemmTask &task)
+    {
+        if (asked != number)
+            program.work_out(asked);
+        number = asked;
+        if (first.kind == MK_TASK_NONE)
+            return false;
+        task = first;
+        task.col += (int32_t)rank * cols;
+        return true;
+    }
+};
+
 /* The Program of the GEMM core (grouped.cuh) over the walk. GemmTask.kind is the task's, tag its tile. */
 template <bool Mx> struct ForwardProgram {
     const mk_forward_params &p;
     ForwardShared<Mx> &s;
     mk_table t;
     RingCursor<kTaskSlots> at;  /* of the load thread: the next task's place in `ready` */
-    Yield yield;                /* of the schedule thread */
+    Yield yield;                /* of the schedule thread, and */
+    ClusterTask last = {};
 
     /* A cluster may leave before the tasks are all drawn. */
     MK_MEMBER uint32_t next()
@@ -93,30 +115,32 @@ template <bool Mx> struct ForwardProgram {
         return yield.next((uint32_t)mk_ceil_div(s.walk.num_tasks, drawn));
     }
 
-    MK_MEMBER bool task(uint32_t number, uint32_t rank, GemmTask &task) const
+    MK_MEMBER bool task(uint32_t number, uint32_t rank, GemmTask &task) { return last.of_rank(*this, number, rank, task); }
+
+    MK_MEMBER void work_out(uint32_t number)
     {
         const mk_dims &d = p.rank.dims;
-        const mk_task next = mk_walk_task(&s.walk, number);
-        if (next.kind == MK_TASK_NONE)
-            return false;
+        const mk_task next = mk_walk_task_after(&s.walk, number, &last.walked);
         const bool shared = is_shared(next.kind), down = is_down(next.kind);
-        const int64_t width = shared ? d.shared_intermediate : d.intermediate;
-        const int32_t cols = (int32_t)(down ? TileForward::cols : TileForward::cols / 2);
+        const int64_t depth = !down ? d.hidden : shared ? d.shared_intermediate : d.intermediate;
+        GemmTask &task = last.first;
+        task = {};
         task.kind = next.kind;
+        if (next.kind == MK_TASK_NONE)
+            return;
+        last.cols = (int32_t)(down ? TileForward::cols : TileForward::cols / 2);
         task.tag = next.tile;
-        task.col = (next.part * (int32_t)kColumnTiles<TileForward> + (int32_t)rank) * cols;
-        const int64_t depth = down ? width : d.hidden;
+        task.col = next.part * (int32_t)kColumnTiles<TileForward> * last.cols;
         task.num_k_blocks = (int32_t)(Mx && kMultipliesMx && !shared ? mk_ceil_div(depth, kRowBytes) : depth / kBlockK);
         task.out_row = next.tile * MK_ROW_TILE;
         if (shared) {
             task.row = task.out_row;
             task.num_rows = (int32_t)mk_min(p.num_tokens - task.out_row, MK_ROW_TILE);
-            return true;
+            return;
         }
         task.expert = (int32_t)mk_expert_of_tile(&t, next.tile);
         task.row = (int32_t)ring_row(d, next.tile);
         task.num_rows = (int32_t)mk_valid_rows(&t, next.tile);
-        return true;
     }
 
     /* The load thread: what the wait role has seen. Rows were written for plain loads; the copy engine reads them next. */

@@ -15,7 +15,7 @@
 
 namespace mk {
 
-enum { S0_THREADS = 256, S0_WARPS = S0_THREADS / 32 };
+enum { S0_THREADS = 256, S0_WARPS = S0_THREADS / 32, S0_SHARED_EXPERTS = 384 };
 
 /* What all launches need; num_routes counts places of the order, some of which lie behind the last token. */
 struct S0 {
@@ -153,41 +153,59 @@ MK_DEVICE void s0_fault_bad_id(const S0 &s, uint64_t bad)
               route % s.r.dims.topk, id, s.r.dims.num_experts);
 }
 
+/* Of the one block of s0_segments. */
+struct SegmentsShared {
+    int32_t batch[S0_THREADS];
+    int32_t num_tiles;
+    int32_t tile[S0_SHARED_EXPERTS + 1], rows[S0_SHARED_EXPERTS]; /* segment_tile and segment_rows, if the experts are few */
+};
+static_assert(sizeof(SegmentsShared) <= MK_SMALL_SHARED, "shared memory of mok_s0_segments");
+
 /* Segment starts, one thread; experts come through shared memory in batches of S0_THREADS. */
-MK_DEVICE int64_t s0_place_segments(const S0 &s, int64_t *num_rows)
+MK_DEVICE int64_t s0_place_segments(const S0 &s, SegmentsShared &shared, int64_t *num_rows)
 {
-    int32_t *batch = static_cast<int32_t *>(shared_base()); /* [S0_THREADS] */
     const int32_t thread = (int32_t)thread_idx();
+    const int64_t num_experts = s.r.dims.experts_count;
     int64_t tile = 0;
     *num_rows = 0;
-    for (int64_t first = 0; first < s.r.dims.experts_count; first += S0_THREADS) {
+    for (int64_t first = 0; first < num_experts; first += S0_THREADS) {
         const int64_t e = first + thread;
-        store(&batch[thread], e < s.r.dims.experts_count ? load(&s.t.segment_rows[e]) : 0);
+        const int32_t own = e < num_experts ? load(&s.t.segment_rows[e]) : 0;
+        store(&shared.batch[thread], own);
+        if (e < mk_min(num_experts, S0_SHARED_EXPERTS))
+            store(&shared.rows[e], own);
         barrier_block_sync();
-        for (int64_t i = 0; i < S0_THREADS && first + i < s.r.dims.experts_count && thread == 0; i++) {
-            const int32_t rows = load(&batch[i]);
+        for (int64_t i = 0; i < S0_THREADS && first + i < num_experts && thread == 0; i++) {
+            const int32_t rows = load(&shared.batch[i]);
             store(&s.t.segment_tile[first + i], (int32_t)tile);
+            if (first + i < S0_SHARED_EXPERTS)
+                store(&shared.tile[first + i], (int32_t)tile);
             *num_rows += rows;
             tile += mk_ceil_div(rows, MK_ROW_TILE);
         }
         barrier_block_sync();
     }
-    if (thread == 0)
-        store(&s.t.segment_tile[s.r.dims.experts_count], (int32_t)tile);
+    if (thread == 0) {
+        store(&s.t.segment_tile[num_experts], (int32_t)tile);
+        if (num_experts <= S0_SHARED_EXPERTS)
+            store(&shared.tile[num_experts], (int32_t)tile);
+    }
     return tile;
 }
 
-MK_DEVICE mk_piece_plan s0_piece_plan(const S0 &s, int64_t num_tiles)
+/* One thread cuts the pieces, and reads the segments many times: from shared memory, if they fit. */
+MK_DEVICE mk_piece_plan s0_piece_plan(const S0 &s, const SegmentsShared &shared, int64_t num_tiles)
 {
     const mk_dims &d = s.r.dims;
-    return {s.t.segment_tile, s.t.segment_rows, d.experts_count, num_tiles, d.mb_tiles_bwd, d.ring_tiles,
+    const bool fit = d.experts_count <= S0_SHARED_EXPERTS;
+    return {fit ? shared.tile : s.t.segment_tile, fit ? shared.rows : s.t.segment_rows, d.experts_count, num_tiles, d.mb_tiles_bwd, d.ring_tiles,
             s.t.pieces, s.t.piece_of_tile, s.t.piece_first, s.t.tiles, -1, 1};
 }
 
-MK_DEVICE void s0_write_head(const S0 &s, int64_t num_tiles, int64_t num_rows)
+MK_DEVICE void s0_write_head(const S0 &s, const SegmentsShared &shared, int64_t num_tiles, int64_t num_rows)
 {
     const mk_dims &d = s.r.dims;
-    mk_piece_plan plan = s0_piece_plan(s, num_tiles);
+    mk_piece_plan plan = s0_piece_plan(s, shared, num_tiles);
     mk_schedule_head h = {};
     h.num_pieces = mk_build_pieces(&plan);
     note_written(s.t.pieces, sizeof(mk_piece) * (uint64_t)h.num_pieces);
@@ -215,17 +233,17 @@ MK_DEVICE void s0_segments(const mk_s0_params &p)
             s0_fault_bad_id(s, bad);
         return;
     }
-    int32_t *shared_tiles = static_cast<int32_t *>(shared_base()) + S0_THREADS;
+    SegmentsShared &shared = *static_cast<SegmentsShared *>(shared_base());
     int64_t num_rows;
-    const int64_t placed = s0_place_segments(s, &num_rows);
+    const int64_t placed = s0_place_segments(s, shared, &num_rows);
     if (thread_idx() == 0) {
-        store(shared_tiles, (int32_t)placed);
-        s0_write_head(s, placed, num_rows);
+        store(&shared.num_tiles, (int32_t)placed);
+        s0_write_head(s, shared, placed, num_rows);
         store(&device_state(s.r)->done[MK_OP_SCHEDULE], load(&device_state(s.r)->done[MK_OP_SCHEDULE]) + 1);
     }
     barrier_block_sync();
-    const int32_t num_tiles = load(shared_tiles), num_pieces = load(&s.t.head->num_pieces);
-    const mk_piece_plan plan = s0_piece_plan(s, num_tiles);
+    const int32_t num_tiles = load(&shared.num_tiles), num_pieces = load(&s.t.head->num_pieces);
+    const mk_piece_plan plan = s0_piece_plan(s, shared, num_tiles);
     for (int32_t i = (int32_t)thread_idx(); i < num_pieces; i += S0_THREADS)
         mk_piece_fill(&plan, i);
     if (thread_idx() == 0) { /* by plain stores of src/layout */
