@@ -31,6 +31,13 @@ typedef struct mk_missing_counter {
     uint32_t seen, wanted;
 } mk_missing_counter;
 
+/* A rank that somebody waited for in vain at a barrier. */
+typedef struct mk_absent {
+    uint32_t noted;
+    int32_t rank;
+    uint64_t seen, wanted; /* its epoch */
+} mk_absent;
+
 /* Places in mk_device_state.tickets of those who come and go in the middle of a pass (cuda/stage/yield.cuh): clusters started, or cancelled instead (Blackwell);
  * that have left; started and not leaving. */
 enum { MK_YIELD_COUNTED = 2, MK_YIELD_LEFT = 3, MK_YIELD_PRESENT = 5 };
@@ -51,6 +58,7 @@ typedef struct mk_device_state {
     int64_t done[5];      /* by mk_operation: calls not skipped. A schedule counts once its head is written, a pass at check_call */
     uint64_t first_bad_id; /* s0: smallest (rank, route) with an id out of range; ~0: none */
     mk_missing_counter missing; /* of given_up: the first of them */
+    mk_absent absent;     /* a rank that did not come to a barrier; stays, as given_up does */
     mk_fault fault;       /* of this or an earlier call; the host takes it */
 } mk_device_state;
 

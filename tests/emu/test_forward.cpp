@@ -227,6 +227,7 @@ TEST(a_rank_that_does_not_come_is_named_when_the_time_is_over)
         CHECK_EQ(f.call, 1);
         CHECK_EQ(f.value[0], 0); /* epoch seen */
         CHECK_EQ(f.value[1], 1); /* and wanted */
+        CHECK_EQ(layer.state(r).epoch, 1); /* the forward, called behind it, has waited for nobody */
         CHECK_BYTES(&told, &f, sizeof f);
         CHECK(!r.out->written(0));
     }

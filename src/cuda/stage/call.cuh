@@ -71,12 +71,20 @@ MK_DEVICE bool call_memory_is_stale(const mk_open_params &p, const CallMemory &m
     return false;
 }
 
+/* One thread. Nothing if the fault of the call that found it is still to be taken by the host. */
+MK_DEVICE void tell_absent(const mk_rank_params &r)
+{
+    const mk_absent a = load(&device_state(r)->absent);
+    if (a.noted)
+        fault_set(r, MK_FAULT_TIMEOUT, a.rank, call_head(r, r.dims.rank, load(&device_state(r)->calls)), (int64_t)a.seen, (int64_t)a.wanted, MK_FAULT_EPOCH, 0);
+}
+
 /* One thread. The head's place was last used two calls ago, whose readers have passed the last call's first barrier. */
 MK_DEVICE void open_call(const mk_open_params &p)
 {
     mk_device_state *state = device_state(p.rank);
     const uint64_t call = load(&state->calls) + 1;
-    const bool given_up = load(&state->given_up) != 0, schedules = p.operation == MK_OP_SCHEDULE;
+    const bool out_of_step = load(&state->given_up) != 0 || load(&state->absent.noted) != 0, schedules = p.operation == MK_OP_SCHEDULE;
     mk_call_head *head = call_head(p.rank, p.rank.dims.rank, call);
     uint64_t schedule_number = call; /* a schedule's number is its call's, so that ranks agree on it whatever they called before */
     int32_t status = p.status;
@@ -90,7 +98,7 @@ MK_DEVICE void open_call(const mk_open_params &p)
     if (status == 0 && schedules)
         store(static_cast<mk_schedule_head *>(p.schedule), mk_schedule_head{}); /* nobody's, until it is filled */
     store(&state->calls, call);
-    store(&state->skip, given_up ? 1u : 0u); /* a rank that gave up a pass is no longer in step with the others */
+    store(&state->skip, out_of_step ? 1u : 0u); /* with the others, since a pass was given up or a rank did not come: nobody is waited for again */
     store(&state->tickets[0], 0u);
     store(&state->tickets[1], 0u);
     store(&state->tickets[2], 0u);
@@ -107,6 +115,8 @@ MK_DEVICE void open_call(const mk_open_params &p)
     store(&head->parts, p.parts);
     store(&head->status, status);
     store(&head->gave_up, 0u);
+    if (out_of_step)
+        tell_absent(p.rank);
 }
 
 /* ---- publish ---- */
@@ -234,10 +244,12 @@ MK_DEVICE void rank_barrier(const mk_rank_params &r)
     for (uint32_t i = 1; i < 128; i++)
         if (load(&late[i]) < load(&late[first]))
             first = i;
-    if (load(&late[first]) < r.dims.num_ranks)
-        fault_set(r, MK_FAULT_TIMEOUT, load(&late[first]), call_head(r, r.dims.rank, load(&state->calls)), (int64_t)load(&seen[first]), (int64_t)epoch, MK_FAULT_EPOCH, 0);
-    else
+    if (load(&late[first]) < r.dims.num_ranks) {
+        store(&state->absent, mk_absent{1, load(&late[first]), load(&seen[first]), epoch});
+        tell_absent(r);
+    } else {
         report_late(r, waited_ms, waited_for);
+    }
     store(&state->epoch, epoch);
 }
 
