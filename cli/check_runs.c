@@ -74,8 +74,7 @@ static void inject_fault(const layer_problem *p, layer_result *r, bool last)
 static bool is_run(const check_settings *s, const variant *v)
 {
     return (v->quick || !s->quick) && !(s->forward_only && needs_backward(v)) && (s->cfg.dtype == MOK_MXFP8 || !(v->prequantised || v->wide)) &&
-           (s->cfg.backend == MOK_BACKEND_CUDA || !v->wide) &&
-           !(v->by_pointer && s->cfg.backend == MOK_BACKEND_CUDA); /* which refuses pointers, for now */
+           (s->cfg.backend == MOK_BACKEND_CUDA || !v->wide);
 }
 
 int64_t check_count_runs(const check_settings *s)

@@ -72,9 +72,7 @@ static mok_status run_workspace(layer_rank *job, mok_workspace *w)
     for (int64_t i = 0; i < (o->repeat ? o->repeat : 1); i++) {
         if (o->before_pass)
             o->before_pass(w, o->user);
-        mok_status status = run_pass(job, w);
-        layer_rank_free_tables(job);
-        TRY(status);
+        TRY(run_pass(job, w));
         if (o->after_pass)
             o->after_pass(w, o->user);
     }

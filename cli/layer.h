@@ -36,8 +36,8 @@ typedef struct layer_options {
     mok_backend_id backend;
     const int32_t *devices;        /* [ranks] CUDA device numbers, equal ones for virtual ranks; NULL: the cpu backend */
     bool forward_only, recompute, two_call_backward; /* recompute: the context of the forward is thrown away first */
-    bool experts_by_pointer;       /* weights and gradients through pointer tables */
-    bool grads_by_pointer;         /* gradients alone; where weights must be packed */
+    bool experts_by_pointer;       /* weights and gradients through pointer tables, the shared expert's too */
+    bool grads_by_pointer;         /* gradients alone */
     int64_t frozen_expert;         /* by pointer: 1 + the expert without gradients; 0: none */
     bool mx_prequantised;          /* MXFP8: routed weights are quantised before, with mok_mx_quantise; not with experts_by_pointer */
     bool mx_wide;                  /* MXFP8: they are widened before, with mok_mx_widen, where passes would; and the passes get nothing else */

@@ -49,6 +49,8 @@ void layer_rank_free(layer_rank *job)
         free(job->mx[i]);
     for (int i = 0; i < 4; i++)
         free(job->pair[i]);
+    for (int i = 0; i < NUM_TABLES; i++)
+        free(job->tables[i]);
     free(job->router[0]);
     free(job->router[1]);
     mok_memory_free(job->w, job->schedule);
@@ -65,17 +67,20 @@ static void *from_expert(const layer_rank *job, const void *base, int64_t elemen
     return (char *)(uintptr_t)base + job->first_expert * c->intermediate * c->hidden * element;
 }
 
-static void **expert_table(layer_rank *job, int slot, void *base, int64_t expert_bytes, bool is_grad)
+/* Addresses of `count` matrices behind each other, in a table of the backend's memory; made once. No memory is kept in copy_status. */
+static void **table(layer_rank *job, table_slot slot, void *base, int64_t count, int64_t bytes, bool is_grad)
 {
     if (!job->tables[slot]) {
-        job->tables[slot] = malloc(sizeof(void *) * (size_t)(job->num_experts + 1));
-        for (int64_t e = 0; job->tables[slot] && e < job->num_experts; e++)
-            job->tables[slot][e] = (char *)base + e * expert_bytes;
+        void **entries = job->tables[slot] = malloc(sizeof(void *) * (size_t)(count + 1));
+        for (int64_t e = 0; entries && e < count; e++)
+            entries[e] = (char *)base + e * bytes;
         int64_t frozen = job->options->frozen_expert - 1 - job->first_expert;
-        if (job->tables[slot] && is_grad && frozen >= 0 && frozen < job->num_experts)
-            job->tables[slot][frozen] = NULL;
+        if (entries && is_grad && slot < TABLE_SHARED && frozen >= 0 && frozen < count)
+            entries[frozen] = NULL;
+        if (!entries)
+            job->copy_status = MOK_E_MEMORY;
     }
-    return input(job, job->tables[slot], job->num_experts * (int64_t)sizeof(void *));
+    return input(job, job->tables[slot], count * (int64_t)sizeof(void *));
 }
 
 static int64_t routed_bytes(const layer_rank *job, int64_t element)
@@ -123,7 +128,7 @@ static void move_pair(const mok_config *c, uint8_t *pair, char *gate, char *up, 
     }
 }
 
-static bool in_pairs(const layer_rank *job) { return job->problem->cfg.gate_up != MOK_GATE_UP_SEPARATE && !job->options->experts_by_pointer; }
+static bool in_pairs(const layer_rank *job) { return job->problem->cfg.gate_up != MOK_GATE_UP_SEPARATE; }
 
 /* Where the backend finds a pair; no memory is kept in copy_status. */
 static void *place_pair(layer_rank *job, int slot, const void *gate, const void *up, int64_t count, int64_t width, int64_t element, bool comes_back)
@@ -142,40 +147,45 @@ static void *place_pair(layer_rank *job, int slot, const void *gate, const void 
     return place(job, job->pair[slot], bytes, comes_back);
 }
 
+/* Of `count` matrices in one piece of memory, told by its address or by one for each. */
+static mok_weight weight_in(layer_rank *job, table_slot slot, void *memory, int64_t count, int64_t bytes)
+{
+    if (!memory || !job->options->experts_by_pointer)
+        return (mok_weight){.packed = memory};
+    return (mok_weight){.experts = (const void *const *)table(job, slot, memory, count, bytes, false)};
+}
+
 static mok_weight routed_weight(layer_rank *job, int slot, const uint16_t *base)
 {
     const mok_config *c = &job->problem->cfg;
     if (c->dtype == MOK_MXFP8 && job->options->mx_prequantised)
         return quantised_weight(job, slot, from_expert(job, base, 2), slot == 2 ? c->hidden : c->intermediate, slot == 2 ? c->intermediate : c->hidden);
-    void *mine = input(job, from_expert(job, base, 2), routed_bytes(job, 2));
-    if (!job->options->experts_by_pointer)
-        return (mok_weight){.packed = mine};
-    return (mok_weight){.experts = (const void *const *)expert_table(job, slot, mine, c->intermediate * c->hidden * 2, false)};
+    return weight_in(job, (table_slot)slot, input(job, from_expert(job, base, 2), routed_bytes(job, 2)), job->num_experts, c->intermediate * c->hidden * 2);
 }
 
-/* Of all experts in one piece of memory, told by its address or by one for each expert. */
-static mok_grad grad_in(layer_rank *job, int slot, void *memory, int64_t expert_bytes)
+static mok_weight shared_weight(layer_rank *job, table_slot slot, void *memory, int64_t bytes) { return weight_in(job, slot, memory, 1, bytes); }
+
+static mok_grad grad_in(layer_rank *job, table_slot slot, void *memory, int64_t count, int64_t bytes)
 {
     mok_grad g = {.dtype = job->options->grad_dtype, .accumulate = job->options->accumulate};
     if (memory && (job->options->experts_by_pointer || job->options->grads_by_pointer))
-        g.experts = expert_table(job, slot, memory, expert_bytes, true);
+        g.experts = table(job, slot, memory, count, bytes, true);
     else
         g.packed = memory;
     return g;
 }
 
-static mok_grad routed_grad(layer_rank *job, int slot, void *base)
+static mok_grad routed_grad(layer_rank *job, table_slot slot, void *base)
 {
     const mok_config *c = &job->problem->cfg;
     int64_t element = job->result->grad_bytes;
-    return grad_in(job, slot, result(job, from_expert(job, base, element), routed_bytes(job, element)), c->intermediate * c->hidden * element);
+    return grad_in(job, slot, result(job, from_expert(job, base, element), routed_bytes(job, element)), job->num_experts, c->intermediate * c->hidden * element);
 }
 
-static mok_grad shared_grad(layer_rank *job, void *base, int64_t elements)
+static mok_grad shared_grad(layer_rank *job, table_slot slot, void *base, int64_t elements)
 {
     int64_t bytes = elements * job->result->grad_bytes;
-    return (mok_grad){.packed = elements ? result(job, (char *)base + job->rank * bytes, bytes) : NULL,
-                      .dtype = job->options->grad_dtype, .accumulate = job->options->accumulate};
+    return grad_in(job, slot, elements ? result(job, (char *)base + job->rank * bytes, bytes) : NULL, 1, bytes);
 }
 
 /* Gate and up in one matrix; quantised, too, if they are combined. */
@@ -186,23 +196,27 @@ static mok_weight routed_pair(layer_rank *job)
     void *pair = place_pair(job, 0, from_expert(job, p->gate, 2), from_expert(job, p->up, 2), job->num_experts, c->intermediate, 2, false);
     if (c->dtype == MOK_MXFP8 && job->options->mx_prequantised && c->gate_up == MOK_GATE_UP_COMBINED && job->copy_status == MOK_OK)
         return quantised_weight(job, 0, (const uint16_t *)job->pair[0], 2 * c->intermediate, c->hidden);
-    return (mok_weight){.packed = pair};
+    return weight_in(job, TABLE_GATE, pair, job->num_experts, 2 * c->intermediate * c->hidden * 2);
 }
 
 static mok_weights weights_of(layer_rank *job)
 {
     const layer_problem *p = job->problem;
-    int64_t shared = p->cfg.shared_intermediate * p->cfg.hidden * 2;
-    if (in_pairs(job))
-        return (mok_weights){.gate = routed_pair(job),
-                             .down = routed_weight(job, 2, p->down),
-                             .shared_gate = {.packed = place_pair(job, 1, p->shared_gate, p->shared_up, 1, p->cfg.shared_intermediate, 2, false)},
-                             .shared_down = {.packed = input(job, p->shared_down, shared)},
-                             .shared_output_gate = input(job, p->shared_output_gate, p->cfg.hidden * 2)};
-    return (mok_weights){.gate = routed_weight(job, 0, p->gate), .up = routed_weight(job, 1, p->up), .down = routed_weight(job, 2, p->down),
-                         .shared_gate = {.packed = input(job, p->shared_gate, shared)}, .shared_up = {.packed = input(job, p->shared_up, shared)},
-                         .shared_down = {.packed = input(job, p->shared_down, shared)},
-                         .shared_output_gate = input(job, p->shared_output_gate, p->cfg.hidden * 2)};
+    const mok_config *c = &p->cfg;
+    int64_t shared = c->shared_intermediate * c->hidden * 2;
+    mok_weights w = {.down = routed_weight(job, 2, p->down),
+                     .shared_down = shared_weight(job, TABLE_SHARED_DOWN, input(job, p->shared_down, shared), shared),
+                     .shared_output_gate = input(job, p->shared_output_gate, c->hidden * 2)};
+    if (in_pairs(job)) {
+        w.gate = routed_pair(job);
+        w.shared_gate = shared_weight(job, TABLE_SHARED_GATE, place_pair(job, 1, p->shared_gate, p->shared_up, 1, c->shared_intermediate, 2, false), 2 * shared);
+        return w;
+    }
+    w.gate = routed_weight(job, 0, p->gate);
+    w.up = routed_weight(job, 1, p->up);
+    w.shared_gate = shared_weight(job, TABLE_SHARED_GATE, input(job, p->shared_gate, shared), shared);
+    w.shared_up = shared_weight(job, TABLE_SHARED_UP, input(job, p->shared_up, shared), shared);
+    return w;
 }
 
 /* This rank's part of a result of the shared expert. */
@@ -216,13 +230,15 @@ static mok_grad routed_pair_grad(layer_rank *job, void *gate, void *up)
 {
     const mok_config *c = &job->problem->cfg;
     int64_t element = job->result->grad_bytes;
-    return grad_in(job, 3, place_pair(job, 2, gate, up, job->num_experts, c->intermediate, element, true), 2 * c->intermediate * c->hidden * element);
+    return grad_in(job, TABLE_DGATE, place_pair(job, 2, gate, up, job->num_experts, c->intermediate, element, true), job->num_experts,
+                   2 * c->intermediate * c->hidden * element);
 }
 
 static mok_grad shared_pair_grad(layer_rank *job, void *gate, void *up)
 {
-    return (mok_grad){.packed = place_pair(job, 3, gate, up, 1, job->problem->cfg.shared_intermediate, job->result->grad_bytes, true),
-                      .dtype = job->options->grad_dtype, .accumulate = job->options->accumulate};
+    const mok_config *c = &job->problem->cfg;
+    int64_t element = job->result->grad_bytes;
+    return grad_in(job, TABLE_SHARED_DGATE, place_pair(job, 3, gate, up, 1, c->shared_intermediate, element, true), 1, 2 * c->shared_intermediate * c->hidden * element);
 }
 
 static void split_pair_grads(const layer_rank *job)
@@ -236,6 +252,14 @@ static void split_pair_grads(const layer_rank *job)
         move_pair(c, job->pair[3], of_rank(job, r->dshared_gate), of_rank(job, r->dshared_up), 1, c->shared_intermediate, r->grad_bytes, false);
 }
 
+static mok_grad output_gate_grad(layer_rank *job)
+{
+    const mok_config *c = &job->problem->cfg;
+    int64_t bytes = c->hidden * job->result->grad_bytes;
+    return (mok_grad){.packed = c->shared_gate ? result(job, (char *)job->result->dshared_output_gate + job->rank * bytes, bytes) : NULL,
+                      .dtype = job->options->grad_dtype, .accumulate = job->options->accumulate};
+}
+
 static mok_grads grads_of(layer_rank *job)
 {
     const mok_config *c = &job->problem->cfg;
@@ -243,14 +267,14 @@ static mok_grads grads_of(layer_rank *job)
     int64_t shared = c->shared_intermediate * c->hidden, element = r->grad_bytes;
     if (in_pairs(job))
         return (mok_grads){.gate = routed_pair_grad(job, from_expert(job, r->dgate, element), from_expert(job, r->dup, element)),
-                           .down = routed_grad(job, 5, r->ddown),
+                           .down = routed_grad(job, TABLE_DDOWN, r->ddown),
                            .shared_gate = shared_pair_grad(job, of_rank(job, r->dshared_gate), of_rank(job, r->dshared_up)),
-                           .shared_down = shared_grad(job, r->dshared_down, shared),
-                           .shared_output_gate = shared_grad(job, r->dshared_output_gate, c->shared_gate ? c->hidden : 0)};
-    return (mok_grads){.gate = routed_grad(job, 3, r->dgate), .up = routed_grad(job, 4, r->dup), .down = routed_grad(job, 5, r->ddown),
-                       .shared_gate = shared_grad(job, r->dshared_gate, shared), .shared_up = shared_grad(job, r->dshared_up, shared),
-                       .shared_down = shared_grad(job, r->dshared_down, shared),
-                       .shared_output_gate = shared_grad(job, r->dshared_output_gate, c->shared_gate ? c->hidden : 0)};
+                           .shared_down = shared_grad(job, TABLE_SHARED_DDOWN, r->dshared_down, shared),
+                           .shared_output_gate = output_gate_grad(job)};
+    return (mok_grads){.gate = routed_grad(job, TABLE_DGATE, r->dgate), .up = routed_grad(job, TABLE_DUP, r->dup), .down = routed_grad(job, TABLE_DDOWN, r->ddown),
+                       .shared_gate = shared_grad(job, TABLE_SHARED_DGATE, r->dshared_gate, shared),
+                       .shared_up = shared_grad(job, TABLE_SHARED_DUP, r->dshared_up, shared),
+                       .shared_down = shared_grad(job, TABLE_SHARED_DDOWN, r->dshared_down, shared), .shared_output_gate = output_gate_grad(job)};
 }
 
 /* Router weights (slot 0) or their gradients (1) of this rank, in the configuration's format. No memory is kept in copy_status. */
@@ -339,14 +363,6 @@ mok_status layer_rank_widen(layer_rank *job, mok_forward_args *f, mok_backward_a
     b->wide_dgrad = job->wide[1];
     f->weights.gate = f->weights.up = f->weights.down = b->weights.gate = b->weights.up = b->weights.down = (mok_weight){.packed = NULL};
     return MOK_OK;
-}
-
-void layer_rank_free_tables(layer_rank *job)
-{
-    for (int i = 0; i < 12; i++) {
-        free(job->tables[i]);
-        job->tables[i] = NULL;
-    }
 }
 
 mok_status layer_rank_bring_back(layer_rank *job)

@@ -12,6 +12,13 @@ typedef struct layer_copy {
 } layer_copy;
 enum { MAX_COPIES = 48 };
 
+/* Tables of addresses: of weights and gradients, of the routed experts and the shared one. */
+typedef enum table_slot {
+    TABLE_GATE, TABLE_UP, TABLE_DOWN, TABLE_DGATE, TABLE_DUP, TABLE_DDOWN,
+    TABLE_SHARED, TABLE_SHARED_GATE = TABLE_SHARED, TABLE_SHARED_UP, TABLE_SHARED_DOWN, TABLE_SHARED_DGATE, TABLE_SHARED_DUP, TABLE_SHARED_DDOWN,
+    NUM_TABLES
+} table_slot;
+
 typedef struct layer_rank {
     const layer_problem *problem;
     const layer_options *options;
@@ -26,7 +33,7 @@ typedef struct layer_rank {
     int num_copies;
     mok_status copy_status; /* the first copy that failed */
     void *schedule, *context;
-    void **tables[12]; /* pointer tables of weights and gradients */
+    void **tables[NUM_TABLES]; /* made once */
     uint8_t *pair[4];  /* unless gate and up are separate: weights and gradients of both in one matrix, routed, then shared; made once */
     uint16_t *router[2]; /* router weights and their gradients in bf16, if they are to be; made once */
     uint8_t *mx[3];    /* gate, up, down: elements, scales, transposed elements, transposed scales behind each other; made once */
@@ -53,8 +60,6 @@ mok_status layer_rank_widen(layer_rank *job, mok_forward_args *f, mok_backward_a
 mok_status layer_rank_alloc_poisoned(mok_workspace *w, int64_t bytes, void **memory);
 /* Results into the caller's arrays, in the caller's formats. */
 mok_status layer_rank_bring_back(layer_rank *job);
-/* Pointer tables are made for each pass, all else once. */
-void layer_rank_free_tables(layer_rank *job);
 void layer_rank_free(layer_rank *job);
 
 #endif

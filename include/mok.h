@@ -429,7 +429,8 @@ MOK_API mok_status mok_mx_quantise(const mok_mx_quantise_args *args, void *strea
  * each time, in the workspace, unless it is given them: made here once per version of the weights, kept by the caller. The same bits. */
 typedef struct mok_mx_widen_args {
     uint32_t struct_size, api_version;
-    mok_weights weights;  /* the routed ones, as a pass takes them: bf16 or quantised. One that is not given (in that quantisation) is left out */
+    mok_weights weights;  /* the routed ones, as a pass takes them: bf16 or quantised. One that is not given (in that quantisation) is left out,
+                           * and so is an expert whose pointer is NULL */
     void *wide;           /* out or NULL: for forward, recompute and replayed rows: plan.wide_bytes bytes, 256-byte aligned */
     void *wide_dgrad;     /* out or NULL: for the backward, as many */
 } mok_mx_widen_args;

@@ -40,6 +40,7 @@ RUN_BY = {
     "stage/s5_": "forward",
     "stage/s5_combine_bwd": "backward",
     "stage/stage": "dispatch schedule forward",
+    "stage/weights": "backward backward_sm100",
     "stage/wgrad": "backward backward_sm100",
     "stage/yield": "forward forward_sm100 backward backward_sm100",
 }
@@ -137,6 +138,8 @@ WRONG = [
     ("stage/s1_dispatch.cuh", "const uint32_t rows = d.moves ? 1 + ", "(uint32_t)d.duplicates", ["0"]),
     ("stage/s1_dispatch.cuh", "MK_COUNTER_s1_copies_done, ", "d.from / MK_ROW_TILE", ["tile"]),
     ("stage/stage.cuh", "tickets[", "1 - ticket", ["ticket"]),
+    ("stage/weights.cuh", "if (", "low == last", ["last"]),
+    ("stage/weights.cuh", "tensor_map_set_address(smem_addr(scratch), address + ", "from.offset", ["0"]),
     ("layout/depend.h", "MK_COUNTER_s1_copies_done, old, old + 1, ", "t->copies_out_fwd[old]", ["0", "t->copies_out_fwd[old] + 1"]),
     ("layout/depend.h", "MK_COUNTER_s2_tasks_done, old, old + 1, ", "mk_raised(g, g->gate_up)", ["0", "mk_raised(g, g->gate_up) + 1"]),
     ("layout/depend.h", "old = w->pass == MK_PASS_FORWARD ? ", "mk_tile_before(w, d->ring_tiles, tile)", ["-1"]),

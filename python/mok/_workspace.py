@@ -160,7 +160,7 @@ class Workspace:
         lib.check(library.mok_workspace_plan(handle, byref(self.plan)))
         self.first_expert, self.num_experts = self.plan.experts_first, self.plan.experts_count
         self.keeps_wide = bool(self.plan.wide_bytes and self.config.mx_wide_given)  # passes are given widened weights
-        self._library, self._tables, self._structs = library, {}, {}
+        self._library, self._tables, self._structs, self._captured = library, {}, {}, []
         # Without other ranks nobody needs to be met: it goes with the object. With other ranks only close() may end it, as
         # garbage collection comes at a different time on each rank.
         self._finalizer = weakref.finalize(self, library.mok_workspace_destroy, handle) if group.size == 1 else None
@@ -280,6 +280,7 @@ class Workspace:
             if len(self._structs) > 256:
                 self._structs.clear()
             found = self._structs[key] = (args, byref(args), [t for t in alive if t is not None])
+        self._keep_captured(found[2])
         return found[0], found[1]
 
     def _table(self, pointers: tuple) -> torch.Tensor:
@@ -290,7 +291,13 @@ class Workspace:
             if len(self._tables) > 256:
                 self._tables.clear()
             self._tables[pointers] = table
+        self._keep_captured([table])
         return table
+
+    def _keep_captured(self, tables: list) -> None:
+        """What a captured graph will read lives as long as the workspace."""
+        if tables and self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            self._captured.extend(tables)
 
     def _point(self, to, weight) -> torch.Tensor | None:
         """Fills a mok_weight or mok_grad; returns the table of pointers that it now points to, if it does."""

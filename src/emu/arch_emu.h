@@ -91,11 +91,14 @@ void tma_load_2d_multicast(uint32_t dst, const mk_tensor_map *map, int32_t c0, i
 void tma_load_3d_multicast(uint32_t dst, const mk_tensor_map *map, int32_t c0, int32_t c1, int32_t c2, uint32_t bar, uint16_t cta_mask);
 void tma_store_2d(const mk_tensor_map *map, int32_t c0, int32_t c1, uint32_t src);
 MK_DEVICE void tma_prefetch_map(const mk_tensor_map *) {}
+void tensor_map_set_address(uint32_t map, const void *address);
+void tensor_map_store_release_gpu(mk_tensor_map *to, uint32_t map);
 
 void fence_proxy_async();
 void fence_proxy_async_global();
 void fence_proxy_async_shared_cta();
 void fence_tensor_map_acquire_sys(const mk_tensor_map *map);
+void fence_tensor_map_acquire_gpu(const mk_tensor_map *map);
 void fence_acq_rel_gpu();
 void fence_acq_rel_sys();
 

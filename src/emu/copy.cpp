@@ -220,11 +220,15 @@ void bulk_wait_groups(int newer, bool read_only)
 /* The box at coordinates c as pieces; `shared` is where it lies in shared memory. */
 static std::vector<Piece> box_pieces(const char *what, const mk_tensor_map *opaque, const int32_t (&c)[3], uint32_t rank, const Place &shared)
 {
+    if (find_allocation(opaque, sizeof *opaque)) {
+        const auto acquired = self->cta->acquired_maps.find(opaque);
+        if (acquired == self->cta->acquired_maps.end())
+            fail("%s: the map lies in global memory, and this CTA has not acquired it with fence_tensor_map_acquire", what);
+        opaque = &acquired->second;
+    }
     const TensorMap &map = *reinterpret_cast<const TensorMap *>(opaque);
     if (map.magic != kTensorMapMagic || map.rank != rank)
         fail("%s: not a tensor map of rank %u", what, rank);
-    if (find_allocation(opaque, sizeof *opaque) && !self->cta->acquired_maps.count(opaque))
-        fail("%s: the map lies in global memory, and this CTA has not acquired it with fence_tensor_map_acquire_sys", what);
     const uint32_t inner = map.box[0] * map.element_bytes;
     const uint32_t pitch = map.swizzle == MK_SWIZZLE_128B ? 128 : inner;
     const uint32_t rows = map.box[1] * map.box[2];
@@ -370,11 +374,40 @@ void tma_load_3d_pair(uint32_t dst, const mk_tensor_map *map, int32_t c0, int32_
 void tma_load_2d_pair_multicast(uint32_t dst, const mk_tensor_map *map, int32_t c0, int32_t c1, uint32_t bar, uint16_t cta_mask)
 { tensor_load("tma_load_2d_pair_multicast", dst, map, {c0, c1, 0}, 2, bar, cta_mask, true); }
 
-void fence_tensor_map_acquire_sys(const mk_tensor_map *map)
+void tensor_map_set_address(uint32_t map, const void *address)
 {
     step();
-    self->cta->acquired_maps.insert(map);
+    const Place place = resolve(map, sizeof(mk_tensor_map), "tensor_map_set_address");
+    TensorMap m;
+    memory_read(place.cta->shared + place.offset, &m, sizeof m);
+    if (m.magic != kTensorMapMagic || place.offset % 64 || (uintptr_t)address % 16)
+        fail("tensor_map_set_address: no tensor map at shared offset %u, or a tensor at %p", place.offset, address);
+    m.address = (uint64_t)(uintptr_t)address;
+    memory_write(place.cta->shared + place.offset, &m, sizeof m);
 }
+
+void tensor_map_store_release_gpu(mk_tensor_map *to, uint32_t map)
+{
+    step();
+    const Place place = resolve(map, sizeof(mk_tensor_map), "tensor_map_store_release_gpu");
+    struct { TensorMap map; uint8_t rest[sizeof(mk_tensor_map) - sizeof(TensorMap)]; } m;
+    memory_read(place.cta->shared + place.offset, &m, sizeof m); /* any lane may copy */
+    warp_rendezvous("tensor_map_store_release_gpu", [](Warp &) {});
+    if (self->lane() != 0)
+        return;
+    if (m.map.magic != kTensorMapMagic || (uintptr_t)to % 128)
+        fail("tensor_map_store_release_gpu: no tensor map at shared offset %u, or a destination (%p) that is no multiple of 128", place.offset, static_cast<void *>(to));
+    memory_write(to, &m, sizeof m);
+}
+
+static void acquire_tensor_map(const mk_tensor_map *map)
+{
+    mk_tensor_map m;
+    memory_read(map, &m, sizeof m);
+    self->cta->acquired_maps[map] = m;
+}
+void fence_tensor_map_acquire_sys(const mk_tensor_map *map) { acquire_tensor_map(map); }
+void fence_tensor_map_acquire_gpu(const mk_tensor_map *map) { acquire_tensor_map(map); }
 
 void tma_store_2d(const mk_tensor_map *map, int32_t c0, int32_t c1, uint32_t src)
 {

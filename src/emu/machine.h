@@ -160,7 +160,7 @@ struct Cta {
     std::vector<Warp> warps;
     std::vector<Warpgroup> warpgroups;
     uint32_t free_registers = 0;       /* per thread of a warpgroup */
-    std::set<const void *> acquired_maps;
+    std::map<const void *, mk_tensor_map> acquired_maps; /* those in global memory, as the copy engine knows them: as they were when acquired */
     std::shared_ptr<TensorMemory> tensor_memory;  /* null: not used so far */
     std::shared_ptr<TensorUnit> tensor_unit;      /* of the CTA whose thread issues */
     uint32_t live = 0;

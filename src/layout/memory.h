@@ -18,6 +18,7 @@
 #include "mok.h"
 #include "mx/mx.h"
 
+enum { MK_TENSOR_MAP_BYTES = 128, MK_EXPERT_MAPS = 3 }; /* cuda: of an expert's weights, gate, up, down */
 enum { MK_BUFFER_ALIGN = 256, MK_EPOCH_BYTES = 128, MK_CALL_PARITIES = 2, MK_SCHEDULE_CHUNKS = 1024 };
 
 /* What a rank tells the others about its call, at the call's first barrier. Double-buffered by the call's parity. */
@@ -45,6 +46,8 @@ typedef struct mk_call_head {
 #define MK_WIDE_ROWS(d) ((d)->mx_wide ? MK_RING_ROWS(d) : 0)
 #define MK_WIDE_WGRAD_ROWS(d) ((d)->mx_wgrad ? MK_WIDE_ROWS(d) : 0)
 #define MK_WIDE_WEIGHTS(d) ((d)->mx_wide ? (d)->experts_count * (d)->hidden * (d)->intermediate : 0)
+/* Experts whose weights may come one pointer each: those that a GPU multiplies as the caller has them. */
+#define MK_MAPPED_EXPERTS(d) ((d)->mx ? 0 : (d)->experts_count)
 #define MK_SHARED_ROWS(d) ((d)->shared_intermediate ? (d)->max_tokens : 0)
 #define MK_SHARED_TILES(d) mk_ceil_div(MK_SHARED_ROWS(d), MK_ROW_TILE)
 
@@ -79,6 +82,8 @@ typedef struct mk_call_head {
     X(LOCAL, counters, 4, MK_NUM_TILE_COUNTERS * (d)->capacity_tiles + MK_MAX_PIECES(d) +                                   \
                           MK_NUM_SHARED_COUNTERS * MK_SHARED_TILES(d))      /* layout/counters.h, in its order */           \
     X(LOCAL, device_state, sizeof(mk_device_state), 1)                      /* layout/fault.h; cuda only */                \
+    X(LOCAL, expert_maps, MK_TENSOR_MAP_BYTES, MK_EXPERT_MAPS * MK_MAPPED_EXPERTS(d)) /* cuda: of weights by pointer, gate, up, down of each */ \
+    X(LOCAL, shared_maps, MK_TENSOR_MAP_BYTES, (d)->shared_intermediate ? MK_EXPERT_MAPS : 0) /* the same of the shared expert */ \
     X(LOCAL, route_rows, 4, (d)->max_tokens * (d)->num_ranks * (d)->topk)   /* [N, K] int32: s0, table row of a route */    \
     X(LOCAL, expert_cursor, 8, (d)->experts_count)                          /* [El] int64: s0 */                            \
     X(LOCAL, chunk_counts, 4, MK_SCHEDULE_CHUNKS * (d)->experts_count)      /* [chunks, El] int32: s0 on cuda */            \

@@ -543,6 +543,39 @@ TEST(tensor_maps_see_separate_combined_and_interleaved_weights)
     }
 }
 
+/* By pointer: a map of one expert, at no address of anybody's, whatever the table holds; and the launch that makes the experts' own. */
+static void forward_by_pointer(rank_env *e)
+{
+    mok_forward_args f = forward_args(e);
+    int first = fake.launches;
+    f.weights.up.packed = NULL;
+    f.weights.up.experts = (const void *const *)e->up; /* no kernel runs here that would read it */
+    EXPECT(mok_forward(e->w, &f, NULL), MOK_OK);
+    SAME_TEXT(launches_of(0, first), "weight_maps call_begin forward_fused s5_combine");
+    CHECK_EQ(fake.log[first].grid, 8 * 3 / 4); /* a warp for each matrix: gate and down go through maps of their own, too */
+    int maps = fake.num_maps;
+    f.weights.up.experts = (const void *const *)e->down;
+    EXPECT(mok_forward(e->w, &f, NULL), MOK_OK);
+    CHECK_EQ(fake.num_maps, maps);
+    first = fake.launches;
+    f.weights.up.experts = (const void *const *)((char *)e->up + 4);
+    EXPECT(mok_forward(e->w, &f, NULL), MOK_E_ARG);
+    CHECK_STR(mok_last_error(), "weights.up.experts is at ");
+    CHECK_STR(mok_last_error(), "needs it aligned to 8 bytes");
+    SAME_TEXT(launches_of(0, first), "call_begin"); /* what is refused makes no maps */
+}
+
+TEST(maps_of_weights_by_pointer_are_made_by_a_launch)
+{
+    int32_t device = 0;
+    mok_config cfg = small_config();
+    fake_reset(1);
+    setenv("MOK_FORWARD", "fused", 1);
+    EXPECT(run_ranks(1, &device, &cfg, 300, forward_by_pointer), MOK_OK);
+    setenv("MOK_FORWARD", "staged", 1);
+    check_nothing_left();
+}
+
 /* --- refusals ------------------------------------------------------------------------------------------------------------ */
 static void refuse_all(rank_env *e)
 {
@@ -599,7 +632,7 @@ TEST(a_refusal_takes_part_in_the_calls_barriers)
 static void refuse_pointers(rank_env *e)
 {
     static char host[4096] __attribute__((aligned(256)));
-    const void *table[8] = {NULL};
+    const void *host_table[8] = {NULL};
     mok_forward_args good = forward_args(e), f = good;
     mok_schedule_args s = schedule_args(e);
 #define REFUSED(field, value, code, sentence)                 \
@@ -619,9 +652,10 @@ static void refuse_pointers(rank_env *e)
     CHECK_STR(mok_last_error(), "expert_ids is at ");
     f = good;
     f.weights.up.packed = NULL;
-    f.weights.up.experts = table;
-    EXPECT(mok_forward(e->w, &f, NULL), MOK_E_UNSUPPORTED);
-    CHECK_STR(mok_last_error(), "weights.up.experts is given: backend cuda reads packed weights only");
+    f.weights.up.experts = host_table;
+    EXPECT(mok_forward(e->w, &f, NULL), MOK_E_ARG);
+    CHECK_STR(mok_last_error(), "weights.up.experts is at ");
+    CHECK_STR(mok_last_error(), "which is no memory of the CUDA driver: backend cuda takes device pointers");
     fake_find(e->x)->device = 1;
     REFUSED(x, (char *)e->x + 16, MOK_E_ARG, "x is on device 1, but rank 0 is on device 0");
 #undef REFUSED

@@ -53,7 +53,7 @@ inline const std::vector<Kernel> &kernels()
 {
 #define MK_EMULATED(name) kernel(#name, name)
     static const std::vector<Kernel> all = {
-        MK_EMULATED(mok_call_begin), MK_EMULATED(mok_rank_barrier), MK_EMULATED(mok_call_check), MK_EMULATED(mok_s0_count),
+        MK_EMULATED(mok_weight_maps), MK_EMULATED(mok_call_begin), MK_EMULATED(mok_rank_barrier), MK_EMULATED(mok_call_check), MK_EMULATED(mok_s0_count),
         MK_EMULATED(mok_s0_scan), MK_EMULATED(mok_s0_segments), MK_EMULATED(mok_s0_place), MK_EMULATED(mok_s0_copies), MK_EMULATED(mok_s1_dispatch),
         MK_EMULATED(mok_s2_gate_up_wide), MK_EMULATED(mok_s2_gate_up_narrow), MK_EMULATED(mok_s4_down_wide), MK_EMULATED(mok_s4_down_narrow),
         MK_EMULATED(mok_forward_fused), MK_EMULATED(mok_s5_combine), MK_EMULATED(mok_shared_scale), MK_EMULATED(mok_backward_fused),

@@ -20,7 +20,7 @@ struct Run {
     int64_t ring = 512, minibatch = 256, save_rows = 0;
     mok_save save = MOK_SAVE_ALL;
     const char *tile = nullptr, *forward = nullptr, *backward = "fused"; /* null: what the library chooses */
-    bool forward_only = false, two_calls = false, recompute = false, accumulate = false, grads_by_pointer = false;
+    bool forward_only = false, two_calls = false, recompute = false, accumulate = false, grads_by_pointer = false, experts_by_pointer = false;
     bool prequantised = false; /* in MXFP8: weights come quantised */
     bool wide = false;         /* in MXFP8: they come widened, and in no other form */
     mok_dtype dtype = MOK_FP32;
@@ -94,6 +94,7 @@ inline layer_options options_of(const Run &run)
     o.grad_dtype = run.dtype;
     o.accumulate = run.accumulate;
     o.grads_by_pointer = run.grads_by_pointer;
+    o.experts_by_pointer = run.experts_by_pointer;
     o.frozen_expert = run.frozen_expert;
     o.ready_value = run.ready_value;
     o.before_pass = run.before_pass;

@@ -129,6 +129,24 @@ TEST(gradients_through_pointers_and_a_frozen_expert)
     }
 }
 
+/* Weights too, of the shared expert as well: the same bits, whatever launches there are. */
+TEST(weights_through_pointers)
+{
+    for (mok_gate_up layout : {MOK_GATE_UP_SEPARATE, MOK_GATE_UP_COMBINED, MOK_GATE_UP_INTERLEAVED}) {
+        layer_problem p = make_problem(50, 64, 3, 128, 64, layout);
+        Run packed = make_run("packed", 1, 512, 128), fused = make_run("by pointer, replayed", 1, 256, 128, MOK_SAVE_NONE), staged = make_run("by pointer, two ranks, staged", 2, 512, 128);
+        fused.experts_by_pointer = staged.experts_by_pointer = true;
+        staged.forward = staged.backward = "staged";
+        staged.recompute = true;
+        staged.tile = layout == MOK_GATE_UP_COMBINED ? "wide" : "narrow";
+        const StepResult want = run_layer(p, packed);
+        check_bits(fused, run_layer(p, fused), want);
+        if (layout != MOK_GATE_UP_INTERLEAVED)
+            check_bits(staged, run_layer(p, staged), want);
+        layer_free(&p);
+    }
+}
+
 /* The traced step has the bits of the one without, and its trace has every product with its epilogue, and the bytes that were counted. */
 TEST(a_step_is_traced)
 {

@@ -49,7 +49,7 @@ TEST(stats_are_those_of_the_cpu)
 /* --- mistakes -------------------------------------------------------------------------------------------------------------- */
 struct Mistake {
     mok_workspace *w = nullptr;
-    int32_t rank = 0;
+    int32_t rank = 0, ranks = 1;
     void *schedule = nullptr, *ids = nullptr, *x = nullptr, *weights = nullptr, *out = nullptr, *matrix = nullptr, *context[2] = {};
     size_t context_bytes = 0;
     std::vector<std::string> said; /* status and sentence of what each step came to */
@@ -134,6 +134,7 @@ static std::vector<std::string> make_mistake(mok_backend_id backend, Script scri
     for (int32_t r = 0; r < ranks; r++) {
         threads[(size_t)r] = {groups[r], backend, script, {}};
         threads[(size_t)r].m.rank = r;
+        threads[(size_t)r].m.ranks = ranks;
         pthread_create(&ids[r], nullptr, mistake_main, &threads[(size_t)r]);
     }
     for (int32_t r = 0; r < ranks; r++)
@@ -233,6 +234,96 @@ static void stale_schedule(Mistake &m)
     good_pass(m);
 }
 TEST(a_stale_schedule_is_named_as_on_the_cpu) { check_mistake(stale_schedule, "schedule was not filled by mok_schedule of this configuration"); }
+
+/* --- weights by pointer ---------------------------------------------------------------------------------------------------- */
+/* This rank's experts of `matrix`, or of what stands `shift` bytes behind it, in a table at `table`. */
+static void point_at(Mistake &m, void *table, size_t shift, int32_t none)
+{
+    int64_t first = 0, count = 0;
+    const void *entries[4] = {};
+    CHECK_EQ(mok_expert_range(4, m.ranks, m.rank, &first, &count), MOK_OK);
+    for (int64_t e = 0; e < count; e++)
+        entries[e] = e == none ? nullptr : static_cast<const char *>(m.matrix) + (size_t)e * 64 * 64 * 2 + shift;
+    CHECK_EQ(mok_memory_copy(m.w, table, entries, sizeof entries), MOK_OK);
+}
+
+static mok_forward_args by_pointer(const Mistake &m, const void *table)
+{
+    mok_forward_args f = m.forward_args();
+    f.weights.up.packed = f.weights.down.packed = nullptr; /* gate stays packed */
+    f.weights.up.experts = f.weights.down.experts = static_cast<const void *const *>(table);
+    return f;
+}
+
+static void null_expert(Mistake &m)
+{
+    void *table = nullptr;
+    CHECK_EQ(mok_memory_alloc(m.w, 64, &table), MOK_OK);
+    const mok_forward_args f = by_pointer(m, table);
+    good_pass(m);
+    point_at(m, table, 0, m.rank == 1 ? 0 : -1);
+    m.step(mok_forward(m.w, &f, nullptr));
+    point_at(m, table, 0, -1);
+    m.step(mok_forward(m.w, &f, nullptr));
+    good_pass(m);
+    mok_memory_free(m.w, table);
+}
+TEST(an_expert_without_an_address_is_named_as_on_the_cpu) { check_mistake(null_expert, "rank 1 refused its forward call of layer 4: weights.up.experts[0] is NULL"); }
+
+static void odd_expert(Mistake &m)
+{
+    void *table = nullptr;
+    CHECK_EQ(mok_memory_alloc(m.w, 64, &table), MOK_OK);
+    const mok_forward_args f = by_pointer(m, table);
+    good_pass(m);
+    point_at(m, table, m.rank == 1 ? 8 : 0, -1);
+    m.step(mok_forward(m.w, &f, nullptr));
+    mok_memory_free(m.w, table);
+}
+TEST(an_expert_at_an_odd_address_is_named)
+{
+    const auto said = make_mistake(MOK_BACKEND_CUDA, odd_expert, 2);
+    CHECK(std::find(said.begin(), said.end(), "rank 1, step 2: MOK_E_ARG: weights.up.experts[0] is not aligned to 16 bytes, as backend cuda needs it") != said.end());
+    CHECK(std::find(said.begin(), said.end(), "rank 0, step 2: MOK_E_PEER: rank 1 refused its forward call of layer 4: weights.up.experts[0] is not aligned to 16 bytes, as "
+                                              "backend cuda needs it") != said.end());
+}
+
+/* The table is read by the pass: the same call with other addresses in the same table is another result. */
+static void other_addresses(Mistake &m)
+{
+    enum { N = 64 * 64, ROW = 64 };
+    std::vector<uint16_t> x(3 * ROW), w(4 * N), out(3 * ROW), want(3 * ROW), before(3 * ROW);
+    const std::vector<float> weights(3, 1.0f);
+    uint64_t state = test_seed();
+    void *table = nullptr;
+    for (auto *v : {&x, &w})
+        for (uint16_t &e : *v)
+            e = layer_bf16((float)layer_normal(&state));
+    CHECK_EQ(mok_memory_copy(m.w, m.x, x.data(), x.size() * 2), MOK_OK);
+    CHECK_EQ(mok_memory_copy(m.w, m.matrix, w.data(), w.size() * 2), MOK_OK);
+    CHECK_EQ(mok_memory_copy(m.w, m.weights, weights.data(), 3 * sizeof(float)), MOK_OK);
+    CHECK_EQ(mok_memory_alloc(m.w, 64, &table), MOK_OK);
+    mok_forward_args f = m.forward_args();
+    f.weights.gate.packed = f.weights.up.packed = f.weights.down.packed = nullptr;
+    f.weights.gate.experts = f.weights.up.experts = f.weights.down.experts = static_cast<const void *const *>(table);
+    good_pass(m);
+    CHECK_EQ(mok_memory_copy(m.w, before.data(), m.out, before.size() * 2), MOK_OK);
+    mok_forward_args g = m.forward_args(); /* packed, from the second matrix on: no token goes to the last expert */
+    g.weights.gate.packed = g.weights.up.packed = g.weights.down.packed = static_cast<const char *>(m.matrix) + N * 2;
+    m.step(mok_forward(m.w, &g, nullptr));
+    CHECK_EQ(mok_memory_copy(m.w, want.data(), m.out, want.size() * 2), MOK_OK);
+    CHECK(want != before);
+    for (size_t shift : {0, N * 2}) {
+        point_at(m, table, shift, -1);
+        m.step(mok_forward(m.w, &f, nullptr));
+        CHECK_EQ(mok_memory_copy(m.w, out.data(), m.out, out.size() * 2), MOK_OK);
+        CHECK(out == (shift ? want : before));
+    }
+    mok_memory_free(m.w, table);
+    for (const std::string &said : m.said)
+        CHECK(said == "MOK_OK: ");
+}
+TEST(addresses_are_read_when_the_pass_runs) { make_mistake(MOK_BACKEND_CUDA, other_addresses, 1); }
 
 /* --- recompute ------------------------------------------------------------------------------------------------------------- */
 static void recompute(Mistake &m)

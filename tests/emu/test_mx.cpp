@@ -80,9 +80,9 @@ TEST(matrices_have_the_cpus_bits_both_ways_and_come_back)
         emu::Buffer<uint64_t> counter(machine, "not_finite", 1);
         draw(x.host(), n, &state);
         counter.host()[0] = 0;
-        mk_mx_matrix_params p = {x.device(), data.device(), scales.device(), count, rows, cols, counter.device(), rows * cols, cols};
+        mk_mx_matrix_params p = {x.device(), data.device(), scales.device(), count, rows, cols, counter.device(), rows * cols, cols, nullptr, 0};
         run(machine, mok_mx_quantise_matrix, p, 1 + (uint32_t)test_below(&state, 3));
-        mk_mx_matrix_params t = {x.device(), turned.device(), turned_scales.device(), count, rows, cols, nullptr, rows * cols, cols};
+        mk_mx_matrix_params t = {x.device(), turned.device(), turned_scales.device(), count, rows, cols, nullptr, rows * cols, cols, nullptr, 0};
         run(machine, mok_mx_quantise_turned, t, 1 + (uint32_t)test_below(&state, 9), MK_MX_TURNED_SHARED);
         uint8_t *want = (uint8_t *)malloc((size_t)n), *want_turned = (uint8_t *)malloc((size_t)n);
         uint8_t *want_scales = (uint8_t *)malloc(bytes), *want_turned_scales = (uint8_t *)malloc(turned_bytes);
@@ -94,7 +94,7 @@ TEST(matrices_have_the_cpus_bits_both_ways_and_come_back)
         CHECK_BYTES(turned_scales.device(), want_turned_scales, turned_bytes);
         CHECK(scales.written(0, bytes) && turned_scales.written(0, turned_bytes));
         /* The transpose is a matrix like any other. */
-        run(machine, mok_mx_widen_matrix, mk_mx_matrix_params{wide.device(), turned.device(), turned_scales.device(), count, cols, rows, nullptr, 0, 0}, 2);
+        run(machine, mok_mx_widen_matrix, mk_mx_matrix_params{wide.device(), turned.device(), turned_scales.device(), count, cols, rows, nullptr, 0, 0, nullptr, 0}, 2);
         uint16_t *back = (uint16_t *)malloc((size_t)n * 2);
         for (int64_t m = 0; m < count; m++)
             mk_cpu_mx_widen_matrix(want_turned + m * rows * cols, want_turned_scales + m * mk_mx_scale_bytes(cols, rows), rows, 0, cols, 0, rows, back + m * rows * cols);
@@ -119,7 +119,7 @@ TEST(every_element_of_every_scale_widens_to_the_cpus_bits)
         data.host()[i] = (uint8_t)(col >= 256 && (col & 0x7f) == 0x7f ? col - 1 : col);
         scales.host()[mk_mx_scale_index(row, col / 32, COLS)] = (uint8_t)row;
     }
-    run(machine, mok_mx_widen_matrix, mk_mx_matrix_params{wide.device(), data.device(), scales.device(), 1, SCALES, COLS, nullptr, 0, 0}, 3);
+    run(machine, mok_mx_widen_matrix, mk_mx_matrix_params{wide.device(), data.device(), scales.device(), 1, SCALES, COLS, nullptr, 0, 0, nullptr, 0}, 3);
     int64_t differ = 0, inexact = 0;
     for (int64_t i = 0; i < SCALES * COLS; i++) {
         const int element = data[(size_t)i], scale = (int)(i / COLS), size = element & 0x7f;

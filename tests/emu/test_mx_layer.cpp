@@ -111,11 +111,14 @@ TEST(forms_of_weights_change_no_bit)
     for (int i = 0; i < 4; i++) { /* the last one: up rows of combined weights begin with a tile of scales */
         const mok_gate_up layout = i < 3 ? (mok_gate_up)i : MOK_GATE_UP_COMBINED;
         layer_problem p = mx_problem(40, 0, 3, 128, i < 3 ? 64 : 128, layout);
-        Run run = forward_run("bf16 weights"), quantised = run;
+        Run run = forward_run("bf16 weights"), quantised = run, pointers = run;
         quantised.name = "quantised weights";
         quantised.prequantised = true;
+        pointers.name = "bf16 weights by pointer";
+        pointers.experts_by_pointer = true;
         const StepResult want = run_layer(p, run);
         check_close(run, want, run_layer(p, on_cpu(run)), kMore);
+        check_bits(pointers, run_layer(p, pointers), want);
         if (layout != MOK_GATE_UP_INTERLEAVED)
             check_bits(quantised, run_layer(p, quantised), want);
         layer_free(&p);
@@ -229,6 +232,10 @@ TEST(gradients_in_one_call_or_two_and_from_quantised_weights)
         Run quantised = first;
         quantised.name = "quantised weights";
         quantised.prequantised = true;
+        if (accumulate) {
+            two_calls.name = "two calls, by pointer";
+            two_calls.experts_by_pointer = true;
+        }
         compare(p, first, {two_calls, quantised});
     }
     layer_free(&p);

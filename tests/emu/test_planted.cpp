@@ -60,6 +60,60 @@ static uint32_t init_bar(uint32_t offset = 0, uint32_t count = 1)
     return smem_addr(shared() + offset);
 }
 
+/* ---- tensor maps in global memory ---- */
+
+/* One warp: a map of `at`, made in shared memory and stored to the sink. */
+static mk_tensor_map *make_map(Memory &m, const uint32_t *at, bool ordered = true)
+{
+    mk_tensor_map *map = reinterpret_cast<mk_tensor_map *>(m.sink.device()), *scratch = reinterpret_cast<mk_tensor_map *>(shared() + 16384);
+    if (lane_idx() < 16)
+        store(&scratch->opaque[lane_idx()], m.box.opaque[lane_idx()]);
+    sync_warp();
+    if (lane_idx() == 0)
+        tensor_map_set_address(smem_addr(scratch), at);
+    if (ordered)
+        sync_warp();
+    tensor_map_store_release_gpu(map, smem_addr(scratch));
+    sync_warp();
+    return map;
+}
+
+static void load_box(const mk_tensor_map *map)
+{
+    const uint32_t bar = init_bar();
+    mbar_arrive_expect_tx_release_cta(bar, 1024);
+    tma_load_2d(smem_addr(shared() + 1024), map, 0, 0, bar);
+    wait_mbar(bar, 0, "test");
+}
+
+TEST(map_changed_by_one_lane_and_stored_by_the_others)
+{
+    expect_report("not ordered", threads(32), [](Memory &m) { make_map(m, m.source.device(), false); });
+}
+TEST(map_in_global_memory_used_without_acquire)
+{
+    expect_report("has not acquired it with fence_tensor_map_acquire", threads(32), [](Memory &m) {
+        const mk_tensor_map *map = make_map(m, m.source.device());
+        if (lane_idx() == 0)
+            load_box(map);
+    });
+}
+/* The copy engine keeps what it knew: a box of the sink, which nobody has written. */
+TEST(map_stored_again_after_its_acquire)
+{
+    expect_report("which was never written", threads(32), [](Memory &m) {
+        const mk_tensor_map *map = make_map(m, m.sink.device() + 512);
+        if (lane_idx() == 0)
+            fence_tensor_map_acquire_gpu(map);
+        sync_warp();
+        make_map(m, m.source.device());
+        if (lane_idx() == 0) {
+            load_box(map);
+            (void)load(reinterpret_cast<uint32_t *>(shared() + 1024));
+        }
+    });
+}
+
 /* ---- memory ---- */
 
 TEST(read_past_the_end) { expect_report("outside every buffer", threads(1), [](Memory &m) { (void)load(m.source.device() + 1024); }); }

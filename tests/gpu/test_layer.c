@@ -224,6 +224,41 @@ TEST(D1_bits_over_ranks_ring_minibatch_tiles_and_kernels)
     check_bits(MOK_BF16);
 }
 
+/* The maps of the experts' weights are made on the device and kept by the copy engine: several passes, layouts and ways to read them. */
+TEST(weights_by_pointer_have_the_bits_of_packed_weights)
+{
+    NEED_GPU();
+    static const char *const ways[][2] = {{"fused", "narrow"}, {"staged", "narrow"}, {"staged", "wide"}};
+    static const mok_gate_up layouts[] = {MOK_GATE_UP_SEPARATE, MOK_GATE_UP_COMBINED, MOK_GATE_UP_INTERLEAVED};
+    for (size_t i = 0; i < 2 * sizeof layouts / sizeof *layouts; i++) {
+        mok_config c = shape_of(512, 384, 128, 40, 3);
+        c.gate_up = layouts[i / 2];
+        c.dtype = i % 2 ? MOK_MXFP8 : MOK_BF16;
+        layer_problem p;
+        layer_result packed, r;
+        REQUIRE(layer_make(&p, &c, quick() ? 90 : 700, LAYER_UNIFORM, 0.1, test_seed()));
+        if (!run(&p, (layer_options){.ranks = 1, .backend = MOK_BACKEND_CUDA}, &packed))
+            return;
+        for (size_t w = 0; w < sizeof ways / sizeof *ways; w++)
+            for (int32_t ranks = 1; ranks <= 4; ranks *= 4) {
+                setenv("MOK_FORWARD", ways[w][0], 1);
+                setenv("MOK_BACKWARD", ways[w][0], 1);
+                setenv("MOK_TILE", ways[w][1], 1);
+                if (!run(&p, (layer_options){.ranks = ranks, .backend = MOK_BACKEND_CUDA, .experts_by_pointer = true, .ring_rows = 768, .minibatch_rows = 256,
+                                             .minibatch_rows_bwd = 256, .repeat = 3, .save = w == 1 ? MOK_SAVE_NONE : MOK_SAVE_RING}, &r))
+                    return;
+                CHECK_BYTES(r.out, packed.out, (size_t)(p.tokens * c.hidden * 2));
+                check_gradient_bytes(&r, &packed, &p);
+                layer_result_free(&r);
+            }
+        unsetenv("MOK_FORWARD");
+        unsetenv("MOK_BACKWARD");
+        unsetenv("MOK_TILE");
+        layer_result_free(&packed);
+        layer_free(&p);
+    }
+}
+
 TEST(D1_bits_in_mxfp8_over_ranks_ring_minibatch_tiles_and_kernels)
 {
     NEED_GPU();

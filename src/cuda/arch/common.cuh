@@ -143,14 +143,23 @@ MK_DEVICE void tma_load_3d_multicast(uint32_t dst, const mk_tensor_map *map, int
 MK_DEVICE void tma_store_2d(const mk_tensor_map *map, int32_t c0, int32_t c1, uint32_t src)
 { asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" :: "l"(map), "r"(c0), "r"(c1), "r"(src) : "memory"); }
 MK_DEVICE void tma_prefetch_map(const mk_tensor_map *map) { asm volatile("prefetch.tensormap [%0];" :: "l"(map) : "memory"); }
+/* Changes where the tensor begins in a map that lies in shared memory. By one thread. */
+MK_DEVICE void tensor_map_set_address(uint32_t map, const void *address)
+{ asm volatile("tensormap.replace.tile.global_address.shared::cta.b1024.b64 [%0], %1;" :: "r"(map), "l"(address) : "memory"); }
+/* That map into global memory, by a whole warp. Release, of the map alone: pairs with fence_tensor_map_acquire_gpu. */
+MK_DEVICE void tensor_map_store_release_gpu(mk_tensor_map *to, uint32_t map)
+{ asm volatile("tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.gpu.sync.aligned [%0], [%1], 128;" :: "l"(to), "r"(map) : "memory"); }
 
 /* ---- fences. Proxy fences order plain accesses (generic proxy) before copies and MMAs (async proxy), and back. ---- */
 MK_DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
 MK_DEVICE void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 MK_DEVICE void fence_proxy_async_shared_cta() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-/* Before the first use in a CTA of a map that lies in global memory. */
+/* Before the first use in a CTA of a map that lies in global memory, by the thread that uses it: the copy engine forgets what it knows of an older
+ * map in that place. sys: the host wrote it; gpu: a kernel did (tensor_map_store_release_gpu). */
 MK_DEVICE void fence_tensor_map_acquire_sys(const mk_tensor_map *map)
 { asm volatile("fence.proxy.tensormap::generic.acquire.sys [%0], 128;" :: "l"(map) : "memory"); }
+MK_DEVICE void fence_tensor_map_acquire_gpu(const mk_tensor_map *map)
+{ asm volatile("fence.proxy.tensormap::generic.acquire.gpu [%0], 128;" :: "l"(map) : "memory"); }
 MK_DEVICE void fence_acq_rel_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 MK_DEVICE void fence_acq_rel_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 

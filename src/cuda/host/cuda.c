@@ -142,6 +142,8 @@ static mok_status open_entered(mok_workspace *w)
     MK_CUDA_TRY(api->cuMemAlloc(&s->heaps, ranks * sizeof(char *)), "rank %d: allocating the table of %zu heaps", rank, ranks);
     MK_CUDA_TRY(api->cuMemcpyHtoD(s->heaps, w->heaps, ranks * sizeof(char *)), "rank %d: copying the table of %zu heaps", rank, ranks);
     MK_CUDA_TRY(api->cuMemsetD8(mk_cu_address(w->local + w->memory.device_state), 0, sizeof(mk_device_state)), "rank %d: clearing the device state", rank);
+    MK_CUDA_TRY(api->cuMemsetD8(mk_cu_address(w->local + w->memory.device_state + offsetof(mk_device_state, bad_weight)), 0xff, sizeof(uint64_t)),
+                "rank %d: clearing the device state", rank);
     MK_CUDA_TRY(api->cuMemHostAlloc((void **)&s->fault, sizeof *s->fault, MK_CU_HOST_PORTABLE | MK_CU_HOST_DEVICEMAP),
                 "rank %d: allocating the fault record in pinned memory", rank);
     memset(s->fault, 0, sizeof *s->fault);
@@ -218,10 +220,18 @@ static mok_status check_memory(const mok_workspace *w, const char *name, const v
     return MOK_OK;
 }
 
+/* Addresses of experts are read by the pass, so only their table is looked at. */
+static mok_status check_table(const mok_workspace *w, const char *name, const void *experts)
+{
+    char table[64];
+    snprintf(table, sizeof table, "%s.experts", name);
+    return check_memory(w, table, experts, 8);
+}
+
 static mok_status check_weight(const mok_workspace *w, const char *name, const mok_weight *m, bool used)
 {
     if (used && m->experts)
-        return mk_fail(MOK_E_UNSUPPORTED, "%s.experts is given: backend cuda reads packed weights only, for now", name);
+        return check_table(w, name, (const void *)m->experts);
     return check_memory(w, name, used ? m->packed : NULL, 16);
 }
 
@@ -261,14 +271,9 @@ static mok_status check_forward(const mok_workspace *w, const mok_forward_args *
     return check_weight(w, "weights.shared_down", &m->shared_down, shared && down);
 }
 
-/* Addresses of experts are read by the pass, so only their table is looked at. */
 static mok_status check_grad(const mok_workspace *w, const char *name, const mok_grad *g)
 {
-    char table[64];
-    if (!g->experts)
-        return check_memory(w, name, g->packed, 16);
-    snprintf(table, sizeof table, "%s.experts", name);
-    return check_memory(w, table, (const void *)g->experts, 8);
+    return g->experts ? check_table(w, name, (const void *)g->experts) : check_memory(w, name, g->packed, 16);
 }
 
 static mok_status check_backward(const mok_workspace *w, const mok_backward_args *a)

@@ -10,6 +10,7 @@
 /* X(name, threads, bytes of dynamic shared memory, CTAs of a cluster), as in cuda/kernel/params.h. */
 #define MK_CUDA_KERNEL_LIST(X)                            \
     X(mok_call_begin, 128, MK_SMALL_SHARED, 1)            \
+    X(mok_weight_maps, 128, MK_SMALL_SHARED, 1)           \
     X(mok_rank_barrier, 128, MK_SMALL_SHARED, 1)          \
     X(mok_call_check, 128, MK_SMALL_SHARED, 1)            \
     X(mok_s0_count, 256, MK_SMALL_SHARED, 1)              \

@@ -44,13 +44,26 @@ void mk_cuda_choose_tiles(mok_workspace *w, const char *wish)
     }
 }
 
+int64_t mk_cuda_up_offset(const mok_workspace *w, int64_t width)
+{
+    int64_t row = w->dims.hidden * 2;
+    return w->config.gate_up == MOK_GATE_UP_SEPARATE ? 0 : w->config.gate_up == MOK_GATE_UP_COMBINED ? width * row : row;
+}
+
+bool mk_cuda_maps_experts(const mok_workspace *w, const mok_weights *m, bool shared)
+{
+    if (shared)
+        return m->shared_gate.experts || m->shared_up.experts || m->shared_down.experts;
+    return !w->dims.mx && (m->gate.experts || m->up.experts || m->down.experts);
+}
+
 /* The weights as stacks [experts, rows, cols]: gate and up may be halves of one matrix, or its even and odd rows. Routed ones of MXFP8: those in
- * `wide` (mk_cuda_wide). */
+ * `wide` (mk_cuda_wide). By pointer: one expert's, at no address of its own, as the device needs it. */
 static void describe_weights(const mok_workspace *w, mk_gemm_id id, const mok_weights *m, const char *wide, uint32_t box, mk_tensor *low, mk_tensor *high)
 {
     const mk_dims *d = &w->dims;
-    bool shared = is_shared(id);
-    uint64_t experts = shared ? 1 : (uint64_t)d->experts_count, width = (uint64_t)width_of(d, id), hidden = (uint64_t)d->hidden;
+    bool shared = is_shared(id), own = mk_cuda_maps_experts(w, m, shared);
+    uint64_t experts = shared || own ? 1 : (uint64_t)d->experts_count, width = (uint64_t)width_of(d, id), hidden = (uint64_t)d->hidden;
     if (d->mx && !shared) {
         const mk_memory *o = &w->memory;
         if (is_gate_up(id)) {
@@ -62,14 +75,12 @@ static void describe_weights(const mok_workspace *w, mk_gemm_id id, const mok_we
         return;
     }
     if (!is_gate_up(id)) {
-        *low = *high = mk_tensor_operand(shared ? m->shared_down.packed : m->down.packed, width, hidden, experts, box);
+        *low = *high = mk_tensor_operand(own ? w->local : shared ? m->shared_down.packed : m->down.packed, width, hidden, experts, box);
         return;
     }
-    const char *gate = shared ? m->shared_gate.packed : m->gate.packed, *up = shared ? m->shared_up.packed : m->up.packed;
-    if (w->config.gate_up == MOK_GATE_UP_COMBINED)
-        up = gate + width * hidden * 2;
-    if (w->config.gate_up == MOK_GATE_UP_INTERLEAVED)
-        up = gate + hidden * 2;
+    const char *gate = own ? w->local : shared ? m->shared_gate.packed : m->gate.packed, *up = own ? w->local : shared ? m->shared_up.packed : m->up.packed;
+    if (!own && w->config.gate_up != MOK_GATE_UP_SEPARATE)
+        up = gate + mk_cuda_up_offset(w, (int64_t)width);
     *low = mk_tensor_operand(gate, hidden, width, experts, box);
     *high = mk_tensor_operand(up, hidden, width, experts, box);
     if (w->config.gate_up == MOK_GATE_UP_SEPARATE)

@@ -131,6 +131,7 @@ mk_mx_weight_params mk_cuda_mx_weight(const mok_workspace *w, const mok_weights 
     }
     p.form = quant == MK_QUANT_DGRAD ? MK_MX_BF16_DOWN : MK_MX_BF16_ALONG;
     p.source = weight->packed;
+    p.experts = weight->experts;
     p.matrix_elements = p.stored_rows * cols;
     p.offset = first * cols;
     p.row_stride = interleaved ? 2 * cols : cols;
@@ -172,8 +173,9 @@ mk_mx_matrix_params mk_cuda_mx_quantise_params(const mok_workspace *w, const mok
 {
     const mk_cuda_mx_operand to = mk_cuda_mx_operand_of(w, weights, matrix, quant);
     const mk_mx_weight_params p = mk_cuda_mx_weight(w, weights, matrix, quant, mk_cuda_wide(w, NULL, quant));
-    return (mk_mx_matrix_params){.bf16 = (uint16_t *)(uintptr_t)p.source + p.offset, .data = (void *)(uintptr_t)to.data, .scales = (void *)(uintptr_t)to.scales, .count = p.count,
-                                 .rows = p.rows, .cols = p.cols, .matrix_elements = p.matrix_elements, .row_stride = p.row_stride};
+    return (mk_mx_matrix_params){.bf16 = p.experts ? NULL : (uint16_t *)(uintptr_t)p.source + p.offset, .experts = p.experts, .experts_offset = p.offset,
+                                 .data = (void *)(uintptr_t)to.data, .scales = (void *)(uintptr_t)to.scales,
+                                 .count = p.count, .rows = p.rows, .cols = p.cols, .matrix_elements = p.matrix_elements, .row_stride = p.row_stride};
 }
 
 /* --- for the caller to keep ------------------------------------------------------------------------------------------- */
@@ -185,7 +187,7 @@ static mok_status widen_all(const mok_workspace *w, const mok_weights *weights, 
     const mk_cuda_state *s = w->state;
     for (int matrix = 0; matrix < MK_NUM_GRADS && wide; matrix++) {
         mk_mx_weight_params p = mk_cuda_mx_weight(w, weights, matrix, quant, wide);
-        if (p.source)
+        if (p.source || p.experts)
             MK_TRY(launch(s->device, MK_CUDA_mok_mx_widen_weights, mk_cuda_mx_widen_pieces(&p), &p, stream));
     }
     return MOK_OK;

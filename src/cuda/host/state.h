@@ -90,6 +90,10 @@ typedef struct mk_cuda_state {
 void mk_cuda_choose_tiles(mok_workspace *w, const char *wish);
 mok_status mk_cuda_encode_gemm(mok_workspace *w, mk_gemm_id id, const mok_forward_args *a);
 mok_status mk_cuda_encode_backward(mok_workspace *w, const mok_backward_args *a);
+/* Do the GEMMs see each expert's weights (or the shared expert's) through maps of its own? If one weight comes by pointer, all do. */
+bool mk_cuda_maps_experts(const mok_workspace *w, const mok_weights *weights, bool shared);
+/* Bytes from the first row of gate to the first of up, in a matrix that holds both. */
+int64_t mk_cuda_up_offset(const mok_workspace *w, int64_t width);
 
 /* call.c */
 mok_status mk_cuda_run(mok_workspace *w, const mk_call *call, void *stream);

@@ -49,6 +49,7 @@ static int stage_of_kind(mk_task_kind kind)
 static int stage_of(mk_cuda_kernel kernel, mk_task_kind kind)
 {
     switch (kernel) {
+    case MK_CUDA_mok_weight_maps:
     case MK_CUDA_mok_mx_quantise_rows:
     case MK_CUDA_mok_call_begin: return STAGE_begin;
     case MK_CUDA_mok_rank_barrier: return STAGE_rank_barrier;

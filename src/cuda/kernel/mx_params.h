@@ -31,6 +31,8 @@ typedef struct mk_mx_matrix_params {
     int64_t count, rows, cols;
     uint64_t *not_finite;   /* as above, by mok_mx_quantise_matrix and _turned: each sees all elements */
     int64_t matrix_elements, row_stride; /* of bf16, in elements: from one matrix to the next, from one row to the next */
+    const void *const *experts;          /* quantising: [count] addresses of matrices, in place of bf16; or NULL */
+    int64_t experts_offset;              /* elements from such an address to the first row */
 } mk_mx_matrix_params;
 
 /* Rows [first_row, + rows) and columns [first_col, + cols) of e4m3 [count, stored_rows, stored_cols] with blocks along the columns; all but the
@@ -51,6 +53,7 @@ typedef enum mk_mx_form {
 
 typedef struct mk_mx_weight_params {
     const void *source, *scales;
+    const void *const *experts;                   /* bf16: [count] addresses, in place of source; else NULL */
     uint16_t *wide;                               /* [count, rows, cols] bf16 */
     int64_t count, rows, cols;
     int64_t matrix_elements, offset, row_stride;  /* bf16: from one matrix to the next, to its first row, from one row to the next */

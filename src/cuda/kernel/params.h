@@ -3,6 +3,7 @@
  * The kernels (extern "C", src/cuda/kernel/staged.cu), in the order in which a call launches them:
  *
  *   kernel                  params            grid x block                   what it does
+ *   mok_weight_maps         mk_weight_maps_params any x 128                  only with weights by pointer: a tensor map of each expert's, a warp each
  *   mok_call_begin          mk_begin_params   any x 128                      inputs into this rank's heap; then the last block advances calls,
  *                                                                            clears tickets, writes the call head, and goes on as `then` says:
  *                                                                            meets the ranks (epoch barrier over GPUs) and checks the call
@@ -110,6 +111,23 @@ typedef struct mk_begin_params {
     const void *router_weights; /* [T, K] fp32 or bf16 */
 } mk_begin_params;
 
+/* Weights that come as one pointer for each expert: the maps that the GEMMs read them through. They are made on the device, because the addresses
+ * are read while the pass runs. Places 0..2: gate, up and down of the routed experts; 3..5: of the shared one. */
+enum { MK_WEIGHT_PLACES = 2 * MK_EXPERT_MAPS };
+typedef struct mk_weight_source {
+    const void *const *experts; /* [count] addresses of matrices; or NULL: */
+    const void *packed;         /* the first matrix, */
+    int64_t expert_bytes;       /* from one to the next */
+    int64_t offset;             /* bytes from a matrix to the first row wanted */
+    int32_t count;              /* 0: nothing to do */
+    int32_t mapped;             /* else the pointers are only looked at */
+} mk_weight_source;
+typedef struct mk_weight_maps_params {
+    mk_rank_params rank;
+    mk_tensor_map like[MK_WEIGHT_PLACES]; /* [1, N, K] at any address */
+    mk_weight_source source[MK_WEIGHT_PLACES];
+} mk_weight_maps_params;
+
 typedef struct mk_s0_params {
     mk_rank_params rank;
     void *schedule;
@@ -131,6 +149,7 @@ typedef struct mk_gemm_params {
     mk_tensor_map a;           /* routed: the ring buffer [ring, K]; shared: [T, K]; box mk_tensor_operand(…, tile rows / 2) */
     mk_tensor_map b_low, b_high; /* [El, N, K] (shared: [1, N, K]); box rows: half of the tile's columns */
     mk_tensor_map a_scales, b_low_scales, b_high_scales; /* of kernels in MXFP8 on Blackwell: then the operands are e4m3 */
+    const mk_tensor_map *expert_maps; /* weights by pointer: MK_EXPERT_MAPS of each expert, in place of the two above; else NULL */
     mk_rank_params rank;
     void *schedule;
     void *context;             /* saved gate/up go there; NULL: nowhere */
@@ -153,6 +172,7 @@ typedef struct mk_forward_params {
     mk_tensor_map ring_x, gate, up, ring_h, down;
     mk_tensor_map ring_x_scales, gate_scales, up_scales, ring_h_scales, down_scales;
     mk_tensor_map shared_x, shared_gate, shared_up, shared_h, shared_down;
+    const mk_tensor_map *expert_maps, *shared_maps; /* weights by pointer: MK_EXPERT_MAPS of each expert, in place of gate, up, down; else NULL */
     mk_rank_params rank;
     void *schedule;
     void *context;             /* saved gate/up go there; NULL: nowhere */
@@ -180,6 +200,7 @@ typedef struct mk_backward_params {
     /* MXFP8: what dx_k's product and weight gradients read in place of the ring's, and a replay in place of gate and up */
     mk_tensor_map wide_dgate, wide_dup, wide_x, wide_dout, replay_gate, replay_up;
     mk_tensor_map shared_x, shared_dout, shared_dgate, shared_dup, shared_wh, shared_gate, shared_up, shared_down;
+    const mk_tensor_map *expert_maps, *shared_maps; /* as in mk_forward_params */
     mk_rank_params rank;
     void *schedule;
     const void *context;       /* saved gate/up; NULL: none */

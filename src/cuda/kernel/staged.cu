@@ -6,12 +6,15 @@
 #include "cuda/stage/s4_down.cuh"
 #include "cuda/stage/s5_combine.cuh"
 #include "cuda/stage/trace.cuh"
+#include "cuda/stage/weights.cuh"
 
 using namespace mk;
 
 MK_DEVICE int64_t grid_thread() { return (int64_t)block_idx() * 256 + thread_idx(); }
 MK_DEVICE int64_t grid_threads() { return (int64_t)num_blocks() * 256; }
 MK_DEVICE int64_t grid_warp() { return grid_thread() / 32; }
+
+MK_ENTRY MK_KERNEL(128) mok_weight_maps(MK_KERNEL_PARAM mk_weight_maps_params p) { make_weight_maps(p); }
 
 MK_ENTRY MK_KERNEL(128) mok_call_begin(MK_KERNEL_PARAM mk_begin_params p)
 {

@@ -19,6 +19,7 @@
 #include "cuda/stage/forward.cuh"
 #include "cuda/stage/s2_gate_up_bwd.cuh"
 #include "cuda/stage/s4_down_bwd.cuh"
+#include "cuda/stage/weights.cuh"
 #include "cuda/stage/wgrad.cuh"
 
 namespace mk {
@@ -228,10 +229,27 @@ struct LoadRun {
 
 template <bool Mx> struct BackwardLoad {
     const mk_backward_params &p;
+    ExpertMaps known;
     enum { K = (int32_t)kBlockK };
 
     /* Run 0 or 1 of a task, of a count that may be 0. */
-    MK_MEMBER LoadRun run(const GemmTask &task, int32_t which) const
+    MK_MEMBER LoadRun run(const GemmTask &task, int32_t which)
+    {
+        LoadRun r = packed_run(task, which);
+        const int32_t stage = stage_of(task.kind & TASK_KIND_MASK);
+        const mk_tensor_map *maps = is_shared_task(task.kind & TASK_KIND_MASK) ? p.shared_maps : p.expert_maps;
+        if (!maps || stage == MK_TASK_WGRAD || r.count == 0)
+            return r;
+        maps += task.expert * MK_EXPERT_MAPS; /* weights by pointer */
+        r.b_low = maps + (stage == MK_TASK_DGRAD_DOWN ? MK_GRAD_DOWN : which ? MK_GRAD_UP : MK_GRAD_GATE);
+        r.b_high = stage == MK_TASK_GATE_UP ? maps + MK_GRAD_UP : r.b_low;
+        r.b_depth = 0;
+        known.acquire(r.b_low, r.b_high);
+        return r;
+    }
+
+private:
+    MK_MEMBER LoadRun packed_run(const GemmTask &task, int32_t which) const
     {
         const int32_t kind = task.kind & TASK_KIND_MASK, half = TileBackward::tensor_memory ? 0 : (int32_t)(cluster_rank() * kBoxRowsA<TileBackward>), all = task.num_k_blocks;
         const bool shared = is_shared_task(kind);
@@ -290,7 +308,7 @@ MK_DEVICE void backward_load_block(BackwardShared &s, uint32_t stage, const Gemm
 /* One thread of each CTA: what the wait role has found to be there. Rows were written by plain stores; the copy engine reads them next. */
 template <bool Mx> MK_DEVICE void backward_load(const mk_backward_params &p, BackwardShared &s)
 {
-    const BackwardLoad<Mx> load = {p};
+    BackwardLoad<Mx> load = {p, {}};
     TaskReader<TileBackward> tasks;
     RingCursor<TileBackward::stages> at;
     for (;; tasks.at.next()) {

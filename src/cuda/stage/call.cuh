@@ -7,6 +7,7 @@
 #include "base/log.h"
 #include "cuda/stage/fault.cuh"
 #include "cuda/stage/trace.cuh"
+#include "cuda/stage/weights.cuh"
 
 namespace mk {
 
@@ -79,6 +80,25 @@ MK_DEVICE void tell_absent(const mk_rank_params &r)
         fault_set(r, MK_FAULT_TIMEOUT, a.rank, call_head(r, r.dims.rank, load(&device_state(r)->calls)), (int64_t)a.seen, (int64_t)a.wanted, MK_FAULT_EPOCH, 0);
 }
 
+/* Weights by pointer: one that cannot be used (mok_weight_maps has looked). */
+MK_DEVICE bool weight_is_bad(uint64_t number, mk_call_head *head)
+{
+    SentenceWriter say = {head};
+    if (number == ~(uint64_t)0)
+        return false;
+    say.text("weights.");
+    switch (bad_weight_place(number)) {
+    case MK_GRAD_GATE: say.text("gate"); break;
+    case MK_GRAD_UP: say.text("up"); break;
+    case MK_GRAD_DOWN: say.text("down"); break;
+    case MK_EXPERT_MAPS + MK_GRAD_GATE: say.text("shared_gate"); break;
+    case MK_EXPERT_MAPS + MK_GRAD_UP: say.text("shared_up"); break;
+    default: say.text("shared_down"); break;
+    }
+    say.text(".experts[").number(bad_weight_expert(number));
+    return say.text(bad_weight_is_null(number) ? "] is NULL" : "] is not aligned to 16 bytes, as backend cuda needs it").end();
+}
+
 /* One thread. The head's place was last used two calls ago, whose readers have passed the last call's first barrier. */
 MK_DEVICE void open_call(const mk_open_params &p)
 {
@@ -87,11 +107,14 @@ MK_DEVICE void open_call(const mk_open_params &p)
     const bool out_of_step = load(&state->given_up) != 0 || load(&state->absent.noted) != 0, schedules = p.operation == MK_OP_SCHEDULE;
     mk_call_head *head = call_head(p.rank, p.rank.dims.rank, call);
     uint64_t schedule_number = call; /* a schedule's number is its call's, so that ranks agree on it whatever they called before */
+    const uint64_t bad_weight = load(&state->bad_weight);
     int32_t status = p.status;
     if (status == 0 && !schedules) {
         const CallMemory memory(p);
         if (call_memory_is_stale(p, memory, head))
             status = 5; /* MOK_E_STATE */
+        else if (weight_is_bad(bad_weight, head))
+            status = 2; /* MOK_E_ARG */
         else
             schedule_number = memory.schedule.number;
     }
@@ -105,6 +128,7 @@ MK_DEVICE void open_call(const mk_open_params &p)
     store(&state->tickets[3], 0u);
     store(&state->tickets[5], 0u);
     store(&state->first_bad_id, ~(uint64_t)0);
+    store(&state->bad_weight, ~(uint64_t)0);
     if (p.status != 0)
         write_sentence(head, p.sentence, sizeof p.sentence);
     store(&head->sequence, call);

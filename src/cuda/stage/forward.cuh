@@ -15,6 +15,7 @@
 #include "cuda/stage/s1_dispatch.cuh"
 #include "cuda/stage/s2_gate_up.cuh"
 #include "cuda/stage/trace.cuh"
+#include "cuda/stage/weights.cuh"
 #include "cuda/stage/yield.cuh"
 
 namespace mk {
@@ -107,6 +108,7 @@ template <bool Mx> struct ForwardProgram {
     RingCursor<kTaskSlots> at;  /* of the load thread: the next task's place in `ready` */
     Yield yield;                /* of the schedule thread, and */
     ClusterTask last = {};
+    ExpertMaps known = {};      /* of the load thread */
 
     /* A cluster may leave before the tasks are all drawn. */
     MK_MEMBER uint32_t next()
@@ -151,7 +153,7 @@ template <bool Mx> struct ForwardProgram {
         fence_proxy_async_global();
     }
 
-    MK_MEMBER auto input(const GemmTask &task) const
+    MK_MEMBER auto input(const GemmTask &task)
     {
         if constexpr (Mx && kMultipliesMx)
             return scaled_input(task);
@@ -160,7 +162,7 @@ template <bool Mx> struct ForwardProgram {
     }
 
 private:
-    MK_MEMBER ScaledGemmInput scaled_input(const GemmTask &task) const
+    MK_MEMBER ScaledGemmInput scaled_input(const GemmTask &task)
     {
         const GemmInput of = operands(task);
         switch (task.kind) {
@@ -170,9 +172,12 @@ private:
         }
     }
 
-    MK_MEMBER GemmInput operands(const GemmTask &task) const
+    MK_MEMBER GemmInput operands(const GemmTask &task)
     {
         const int32_t half = TileForward::cols / 2;
+        const bool shared = is_shared(task.kind), down = is_down(task.kind);
+        if (const mk_tensor_map *maps = shared ? p.shared_maps : p.expert_maps)
+            return input_by_pointer(known, down ? (shared ? &p.shared_h : &p.ring_h) : (shared ? &p.shared_x : &p.ring_x), maps + task.expert * MK_EXPERT_MAPS, down, half);
         switch (task.kind) {
         case MK_TASK_SHARED_GATE_UP: return {&p.shared_x, &p.shared_gate, &p.shared_up, p.shared_up_row, 0};
         case MK_TASK_SHARED_DOWN: return {&p.shared_h, &p.shared_down, &p.shared_down, half, 0};

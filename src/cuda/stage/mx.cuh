@@ -213,15 +213,30 @@ MK_DEVICE void mx_widen_rows(const mk_mx_rows_params &p, int64_t warp, int64_t n
 }
 
 /* ---- matrices: scales in tiles ---- */
+/* By pointer: can matrix m be read? A pass tells of it (stage/weights.cuh), and its results are void. */
+MK_DEVICE bool mx_is_there(const void *const *experts, int64_t m)
+{
+    const uintptr_t address = experts ? reinterpret_cast<uintptr_t>(load(&experts[m])) : 16;
+    return address && address % 16 == 0;
+}
+
+/* Where the rows of matrix m begin. */
+MK_DEVICE const uint16_t *mx_matrix_rows(const mk_mx_matrix_params &p, int64_t m)
+{
+    return p.experts ? static_cast<const uint16_t *>(load(&p.experts[m])) + p.experts_offset : static_cast<const uint16_t *>(p.bf16) + m * p.matrix_elements;
+}
+
 /* Rows that only fill a tile have the scale of zeros, and so have columns. */
 MK_DEVICE void mx_quantise_matrix(const mk_mx_matrix_params &p, int64_t warp, int64_t num_warps)
 {
     const int64_t padded = mk_round_up(p.rows, MK_MX_TILE), blocks = p.cols / MK_MX_BLOCK, padded_blocks = mk_ceil_div(p.cols, MK_MX_TILE) * 4;
     for (int64_t i = warp; i < p.count * padded; i += num_warps) {
         const int64_t m = i / padded, r = i % padded;
+        if (!mx_is_there(p.experts, m))
+            continue;
         uint8_t *scales = static_cast<uint8_t *>(p.scales) + m * mk_mx_scale_bytes(p.rows, p.cols);
         if (r < p.rows)
-            mx_quantise_row(static_cast<const uint16_t *>(p.bf16) + m * p.matrix_elements + r * p.row_stride, p.cols, static_cast<uint8_t *>(p.data) + (m * p.rows + r) * p.cols,
+            mx_quantise_row(mx_matrix_rows(p, m) + r * p.row_stride, p.cols, static_cast<uint8_t *>(p.data) + (m * p.rows + r) * p.cols,
                             p.not_finite, [&](int64_t block) { return scales + mk_mx_scale_index(r, block, p.cols); });
         for (int64_t b = (r < p.rows ? blocks : 0) + lane_idx(); b < padded_blocks; b += 32)
             store(scales + mk_mx_scale_index(r, b, p.cols), (uint8_t)MK_MX_SCALE_MIN);
@@ -274,7 +289,7 @@ MK_DEVICE void mx_load_tile(const mk_mx_matrix_params &p, int64_t matrix, int64_
     MK_UNROLL for (int i = 0; i < MK_MX_TURNED_ROWS * kPieces / 256; i++) {
         const int piece = (int)thread_idx() + i * 256, r = piece / kPieces, c = piece % kPieces * 8;
         const bool there = row + r < p.rows && col + c < p.cols;
-        const uint16_t *from = static_cast<const uint16_t *>(p.bf16) + matrix * p.matrix_elements + (row + r) * p.row_stride + col + c;
+        const uint16_t *from = mx_matrix_rows(p, matrix) + (row + r) * p.row_stride + col + c;
         const Vec4 v = there ? load(reinterpret_cast<const Vec4 *>(from)) : Vec4{0, 0, 0, 0};
         store_shared_b128(smem_addr(&s.tile[r][c]), v);
         mx_count_not_finite(p.not_finite, v);
@@ -306,6 +321,8 @@ MK_DEVICE void mx_quantise_turned(const mk_mx_matrix_params &p, MxTurnedShared &
     const int64_t across = mk_ceil_div(p.cols, MK_MX_TILE) * (MK_MX_TILE / MK_MX_TURNED_COLS), down = mk_ceil_div(p.rows, MK_MX_TURNED_ROWS);
     for (int64_t i = block_idx(); i < p.count * down * across; i += num_blocks()) {
         const int64_t m = i / (down * across), row = i / across % down * MK_MX_TURNED_ROWS, col = i % across * MK_MX_TURNED_COLS;
+        if (!mx_is_there(p.experts, m))
+            continue;
         mx_load_tile(p, m, row, col, s);
         barrier_block_sync();
         const uint32_t c = thread_idx() % MK_MX_TURNED_COLS, first = thread_idx() / MK_MX_TURNED_COLS * MK_MX_BLOCK;
@@ -320,10 +337,16 @@ MK_DEVICE void mx_quantise_turned(const mk_mx_matrix_params &p, MxTurnedShared &
 
 /* ---- weights of a layer, widened ---- */
 
+/* Where the rows wanted of matrix m begin, in bf16. */
+MK_DEVICE const uint16_t *mx_weight_rows(const mk_mx_weight_params &p, int64_t m)
+{
+    return (p.experts ? static_cast<const uint16_t *>(load(&p.experts[m])) : static_cast<const uint16_t *>(p.source) + m * p.matrix_elements) + p.offset;
+}
+
 /* Rows as they lie, blocks along the columns: a warp for each. */
 MK_DEVICE void mx_round_weight_row(const mk_mx_weight_params &p, int64_t m, int64_t r)
 {
-    const uint16_t *from = static_cast<const uint16_t *>(p.source) + m * p.matrix_elements + p.offset + r * p.row_stride;
+    const uint16_t *from = mx_weight_rows(p, m) + r * p.row_stride;
     uint16_t *to = p.wide + (m * p.rows + r) * p.cols;
     for (int64_t first = 0; first < p.cols; first += 256) {
         const int64_t col = first + lane_idx() * 8;
@@ -337,7 +360,7 @@ MK_DEVICE void mx_round_weight_row(const mk_mx_weight_params &p, int64_t m, int6
 /* 32 rows, blocks down them: a warp, a lane for eight columns. */
 MK_DEVICE void mx_round_weight_block(const mk_mx_weight_params &p, int64_t m, int64_t block)
 {
-    const uint16_t *from = static_cast<const uint16_t *>(p.source) + m * p.matrix_elements + p.offset + block * MK_MX_BLOCK * p.row_stride;
+    const uint16_t *from = mx_weight_rows(p, m) + block * MK_MX_BLOCK * p.row_stride;
     for (int64_t col = lane_idx() * 8; col < p.cols; col += 256)
         mx_round_columns8(from + col, p.row_stride, MK_MX_BLOCK, p.wide + (m * p.rows + block * MK_MX_BLOCK) * p.cols + col, p.cols);
 }
@@ -379,6 +402,8 @@ MK_DEVICE void mx_widen_weights(const mk_mx_weight_params &p, int64_t warp, int6
     const int64_t units = down ? p.rows / MK_MX_BLOCK : p.rows;
     for (int64_t i = warp; i < p.count * units; i += num_warps) {
         const int64_t m = i / units, unit = i % units;
+        if (!mx_is_there(p.experts, m))
+            continue;
         switch (p.form) {
         case MK_MX_BF16_ALONG: mx_round_weight_row(p, m, unit); break;
         case MK_MX_BF16_DOWN: mx_round_weight_block(p, m, unit); break;

@@ -5,6 +5,7 @@
 
 #include "cuda/gemm/gemm.cuh"
 #include "cuda/stage/stage.cuh"
+#include "cuda/stage/weights.cuh"
 
 namespace mk {
 
@@ -27,7 +28,8 @@ template <class Tile> struct StageProgram {
     mk_table t;
     uint32_t *ticket;
     int64_t first, end;        /* row tiles */
-    int32_t tile_cols;         /* columns of the result in a tile */
+    int32_t tile_cols;         /* columns of the result in a tile: all of them, or half of gate and up */
+    ExpertMaps known;          /* of the load thread */
 
     static constexpr int32_t kGroupTiles = 16;
 
@@ -70,14 +72,19 @@ template <class Tile> struct StageProgram {
     /* The rows come from an earlier launch, which wrote them by bulk copies or plain stores. */
     MK_MEMBER void wait_operands(const GemmTask &) const {}
 
-    MK_MEMBER GemmInput input(const GemmTask &task) const { return {&p.a, &p.b_low, &p.b_high, p.b_high_row, task.expert}; }
+    MK_MEMBER GemmInput input(const GemmTask &task)
+    {
+        if (p.expert_maps)
+            return input_by_pointer(known, &p.a, p.expert_maps + task.expert * MK_EXPERT_MAPS, tile_cols == (int32_t)Tile::cols, (int32_t)Tile::cols / 2);
+        return {&p.a, &p.b_low, &p.b_high, p.b_high_row, task.expert};
+    }
 };
 
 /* Of the routed experts in MXFP8. */
 template <class Tile, bool Scaled = kMultipliesMx> struct MxStageProgram : StageProgram<Tile> { using StageProgram<Tile>::StageProgram; };
 template <class Tile> struct MxStageProgram<Tile, true> : StageProgram<Tile> {
     using StageProgram<Tile>::StageProgram;
-    MK_MEMBER ScaledGemmInput input(const GemmTask &task) const
+    MK_MEMBER ScaledGemmInput input(const GemmTask &task)
     {
         return {StageProgram<Tile>::input(task), &this->p.a_scales, &this->p.b_low_scales, &this->p.b_high_scales};
     }
