@@ -54,8 +54,8 @@ TEST(clusters_come_and_go)
                 return;
             const mk_rank_params &r = static_cast<const mk_combine_params *>(params)->rank;
             const uint32_t *tickets = reinterpret_cast<const mk_device_state *>(r.local + r.memory.device_state)->tickets;
-            CHECK(tickets[mk::Yield::COUNTED] > 0 && tickets[mk::Yield::LEFT] < tickets[mk::Yield::COUNTED]);
-            left[i % 3] += tickets[mk::Yield::LEFT];
+            CHECK(tickets[MK_YIELD_COUNTED] > 0 && tickets[MK_YIELD_LEFT] < tickets[MK_YIELD_COUNTED]);
+            left[i % 3] += tickets[MK_YIELD_LEFT];
         };
         check_bits(run, run_layer(p, run), want);
     }
