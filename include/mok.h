@@ -213,8 +213,8 @@ typedef struct mok_plan {
     int64_t wide_bytes;                   /* of one quantisation of the routed weights, widened: mok_mx_widen; 0: passes do not widen weights */
 } mok_plan;
 
-/* What `rank` of `num_ranks` gets from `cfg` on a machine with `num_sms` multiprocessors (0: 132) and tiles of
- * tile_rows x tile_cols (0: 128 x 256). Sizes are exact: mok_workspace_create takes heap_bytes + local_bytes.
+/* What `rank` of `num_ranks` gets from `cfg` on a machine with `num_sms` multiprocessors (0: 132; more than the 144 of a whole Hopper: a Blackwell, which keeps
+ * operands of MXFP8 as they are) and tiles of tile_rows x tile_cols (0: 128 x 256). Sizes are exact: mok_workspace_create takes heap_bytes + local_bytes.
  * `buffers` (may be NULL) receives up to *num_buffers entries, and *num_buffers the number there are.
  * MOK_E_ARG, MOK_E_SHAPE or MOK_E_UNSUPPORTED with the sentence that creation would give. */
 MOK_API mok_status mok_plan_query(const mok_config *cfg, int32_t num_ranks, int32_t rank, int32_t num_sms, int32_t tile_rows,

@@ -30,7 +30,7 @@ COUNTED = [("wgmma", r"HGMMA"), ("tcgen05", r"UTC[HQ]MMA"), ("scales", r"UTCCP")
 # What kernels are about: chip, kernel, instructions that must be there.
 GEMM = r"gate_up|down|wgrad|_fused"
 SCALED_ONLY = r"scaled_|_(wide|narrow)_mx"
-SCALED = rf"{SCALED_ONLY}|forward_fused_mx"
+SCALED = rf"{SCALED_ONLY}|_fused_mx"
 REQUIRED = [
     ("sm_90", GEMM, [r"HGMMA\.64x(128|256)x16\.F32\.BF16", r"UTMALDG"]),
     ("sm_10", rf"^(?!.*({SCALED_ONLY})).*({GEMM})", [r"UTCHMMA\.2CTA"]),

@@ -32,6 +32,7 @@ mok_status mok_plan_query(const mok_config *cfg, int32_t num_ranks, int32_t rank
         return mk_fail(MOK_E_ARG, "buffers is given, but num_buffers is NULL: it must say how many entries there is room for");
     mk_machine machine = mk_default_machine(config.backend);
     machine.num_sms = num_sms ? num_sms : machine.num_sms;
+    machine.scaled = machine.num_sms > MK_HOPPER_SMS;
     machine.tile_rows = tile_rows ? tile_rows : machine.tile_rows;
     machine.tile_cols = tile_cols ? tile_cols : machine.tile_cols;
     MK_TRY(mk_resolve(&config, num_ranks, rank, machine, &dims));

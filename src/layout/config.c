@@ -230,8 +230,9 @@ mok_status mk_resolve(mok_config *c, int32_t num_ranks, int32_t rank, mk_machine
     d->experts_first = mk_expert_first(c->num_experts, num_ranks, rank);
     d->experts_count = mk_expert_first(c->num_experts, num_ranks, rank + 1) - d->experts_first;
     d->mx = c->dtype == MOK_MXFP8;
-    d->mx_wide = d->mx && machine.num_sms > 0;
-    d->mx_wide_given = d->mx_wide && !machine.scaled && c->mx_wide_given;
+    d->mx_scaled = d->mx && machine.scaled;
+    d->mx_wide = d->mx && machine.num_sms > 0 && !d->mx_scaled;
+    d->mx_wide_given = d->mx_wide && c->mx_wide_given;
     d->mx_wgrad = d->mx && !c->mx_wgrad_bf16;
     d->ring_tiles = c->ring_rows / MK_ROW_TILE;
     d->mb_tiles_fwd = c->minibatch_rows / MK_ROW_TILE;
@@ -256,7 +257,7 @@ void mk_fill_plan(const mok_config *c, const mk_dims *d, const mk_memory *memory
     plan->local_bytes = memory->local_bytes;
     plan->schedule_bytes = memory->schedule_bytes;
     plan->context_bytes = memory->context_bytes;
-    plan->wide_bytes = machine.scaled ? 0 : memory->weights_bytes;
+    plan->wide_bytes = memory->weights_bytes;
 
     double rows = (double)plan->balanced_rows, row_bytes = 2.0 * (double)c->hidden, token_bytes = (double)MK_ROW_BYTES(d, d->hidden);
     double away = (double)(d->num_ranks - 1) / d->num_ranks, own_routes = (double)(c->max_tokens * c->topk);

@@ -13,8 +13,11 @@ extern "C" {
 /* The machine, as far as the choice of a minibatch and memory depend on it. */
 typedef struct mk_machine {
     int32_t num_sms, tile_rows, tile_cols;
-    bool scaled; /* its tensor cores multiply MXFP8 as it is: no weights are widened for callers to keep */
+    bool scaled; /* its tensor cores multiply MXFP8 as it is: nothing is widened but operands of weight gradients */
 } mk_machine;
+
+/* No Hopper has more multiprocessors; every whole Blackwell has. */
+enum { MK_HOPPER_SMS = 144 };
 
 /* The backend's machine: what mok_plan_query takes when its caller says 0. num_sms 0 stands for a CPU. */
 mk_machine mk_default_machine(mok_backend_id backend);

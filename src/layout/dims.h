@@ -30,8 +30,9 @@ typedef struct mk_dims {
     int64_t saved_tiles;                               /* tiles of the table whose gate/up the context keeps */
     int64_t capacity_tiles;                            /* tiles the worst routing needs */
     int32_t mx;                                        /* MXFP8: tokens travel, and gate/up are kept, as rows of mx/mx.h */
-    int32_t mx_wide;                                   /* MXFP8 on a GPU: operands of GEMMs are kept widened to bf16 */
+    int32_t mx_wide;                                   /* MXFP8 on a GPU that multiplies bf16: operands of GEMMs are kept widened */
     int32_t mx_wide_given;                             /* and the caller keeps the weights' */
+    int32_t mx_scaled;                                 /* MXFP8 on a GPU that multiplies it: operands of GEMMs are e4m3, with scales in tiles (mx/mx.h) */
     int32_t mx_wgrad;                                  /* MXFP8: weight gradients from operands quantised along the rows */
 } mk_dims;
 

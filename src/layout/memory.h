@@ -42,12 +42,17 @@ typedef struct mk_call_head {
 #define MK_RING_ROWS(d) ((d)->ring_tiles * MK_ROW_TILE)
 #define MK_SLOTS(d) ((d)->max_tokens * (d)->topk)
 #define MK_MAX_PIECES(d) ((d)->experts_count + mk_ceil_div((d)->capacity_tiles, (d)->mb_tiles_bwd))
-/* MXFP8 on a GPU (mk_dims.mx_wide): rows of the ring, and numbers of a routed weight matrix, that are kept widened. */
-#define MK_WIDE_ROWS(d) ((d)->mx_wide ? MK_RING_ROWS(d) : 0)
-#define MK_WIDE_WGRAD_ROWS(d) ((d)->mx_wgrad ? MK_WIDE_ROWS(d) : 0)
+/* A row of the ring that a GEMM contracts along: n numbers. mx_scaled: the elements of all rows, and then their scales in tiles. */
+#define MK_OPERAND_STRIDE(d, n) ((d)->mx_scaled ? (n) + mk_mx_scale_bytes(MK_MX_TILE, n) / MK_MX_TILE : 2 * (n))
+/* MXFP8 on a GPU: rows of operands that are in buffers of their own; of the weight gradients', where the ring's can not be read as they are. Then what
+ * is kept of a routed weight matrix: numbers, widened, or matrices with their scales. */
+#define MK_OPERAND_ROWS(d) ((d)->mx_wide || (d)->mx_scaled ? MK_RING_ROWS(d) : 0)
+#define MK_WGRAD_ROWS(d) ((d)->mx_wgrad || (d)->mx_scaled ? MK_OPERAND_ROWS(d) : 0)
+#define MK_SCALED_WEIGHTS(d) ((d)->mx_scaled ? (d)->experts_count : 0)
 #define MK_WIDE_WEIGHTS(d) ((d)->mx_wide ? (d)->experts_count * (d)->hidden * (d)->intermediate : 0)
 /* Experts whose weights may come one pointer each: those that a GPU multiplies as the caller has them. */
 #define MK_MAPPED_EXPERTS(d) ((d)->mx ? 0 : (d)->experts_count)
+#define MK_MX_MATRIX_BYTES(rows, cols) ((rows) * (cols) + mk_mx_scale_bytes(rows, cols))
 #define MK_SHARED_ROWS(d) ((d)->shared_intermediate ? (d)->max_tokens : 0)
 #define MK_SHARED_TILES(d) mk_ceil_div(MK_SHARED_ROWS(d), MK_ROW_TILE)
 
@@ -60,11 +65,11 @@ typedef struct mk_call_head {
     X(HEAP, dout, MK_ROW_STRIDE(d, (d)->hidden), (d)->max_tokens) /* as x */                                                \
     X(HEAP, slots, 2, MK_SLOTS(d) * (d)->hidden)                 /* [T, K, H] bf16: y in the forward, dx in the backward */ \
     X(HEAP, dweight_slots, 4, MK_SLOTS(d))                       /* [T, K] fp32 */                                          \
-    X(LOCAL, ring_x, 2, MK_RING_ROWS(d) * (d)->hidden)           /* [ring, H] bf16 */                                       \
-    X(LOCAL, ring_dout, 2, MK_RING_ROWS(d) * (d)->hidden)        /* [ring, H] bf16 */                                       \
+    X(LOCAL, ring_x, MK_OPERAND_STRIDE(d, (d)->hidden), MK_RING_ROWS(d))    /* [ring, H] bf16; or e4m3, and scales */       \
+    X(LOCAL, ring_dout, MK_OPERAND_STRIDE(d, (d)->hidden), MK_RING_ROWS(d)) /* as ring_x */                                 \
     X(LOCAL, ring_gate, 2, MK_RING_ROWS(d) * (d)->intermediate)  /* [ring, I] bf16: replayed gate, then dgate */            \
     X(LOCAL, ring_up, 2, MK_RING_ROWS(d) * (d)->intermediate)    /* [ring, I] bf16: replayed up, then dup */                \
-    X(LOCAL, ring_h, 2, MK_RING_ROWS(d) * (d)->intermediate)     /* [ring, I] bf16: h; w h in the backward */               \
+    X(LOCAL, ring_h, 2, MK_RING_ROWS(d) * (d)->intermediate)     /* [ring, I] bf16: h (or e4m3, and scales); w h in the backward */ \
     X(LOCAL, ring_weight, 4, MK_RING_ROWS(d))                    /* [ring] fp32: router weight of the row */                \
     X(LOCAL, ring_dweight, 4, MK_RING_ROWS(d) * ((d)->intermediate / MK_DW_GROUP)) /* [ring, I/64] fp32 partial sums */     \
     X(LOCAL, shared_gate, 2, MK_SHARED_ROWS(d) * (d)->shared_intermediate)  /* [T, Is] bf16: gate, then dgate */            \
@@ -74,11 +79,17 @@ typedef struct mk_call_head {
     X(LOCAL, shared_scale, 4, MK_SHARED_ROWS(d))                            /* [T] fp32: s */                               \
     X(LOCAL, shared_dpartial, 4, MK_SHARED_ROWS(d) * ((d)->shared_intermediate / MK_DW_GROUP)) /* [T, Is/64] fp32 */        \
     X(LOCAL, wgrad_partial, 4, 3 * (d)->hidden * (d)->intermediate)         /* fp32 sums of the one expert that is cut */   \
-    X(LOCAL, wide_dgate, 2, MK_WIDE_ROWS(d) * (d)->intermediate) /* [ring, I] bf16: dgate as dx_k's product sees it: quantised along I */ \
-    X(LOCAL, wide_dup, 2, MK_WIDE_ROWS(d) * (d)->intermediate)   /* as wide_dgate */                                        \
-    X(LOCAL, wide_x, 2, MK_WIDE_WGRAD_ROWS(d) * (d)->hidden)     /* [ring, H] bf16: x as weight gradients see it: quantised along the rows */ \
-    X(LOCAL, wide_dout, 2, MK_WIDE_WGRAD_ROWS(d) * (d)->hidden)  /* as wide_x */                                            \
+    X(LOCAL, dgrad_dgate, MK_OPERAND_STRIDE(d, (d)->intermediate), MK_OPERAND_ROWS(d)) /* [ring, I] bf16: dgate as dx_k's product sees it: quantised along I; or e4m3, and scales */ \
+    X(LOCAL, dgrad_dup, MK_OPERAND_STRIDE(d, (d)->intermediate), MK_OPERAND_ROWS(d))   /* as dgrad_dgate */                 \
+    X(LOCAL, wgrad_x, 2, MK_WGRAD_ROWS(d) * (d)->hidden)         /* [ring, H] bf16: x as weight gradients see it: quantised along the rows */ \
+    X(LOCAL, wgrad_dout, 2, MK_WGRAD_ROWS(d) * (d)->hidden)      /* as wgrad_x */                                           \
     X(LOCAL, wide_weights, 2, (d)->mx_wide_given ? 0 : 2 * 3 * MK_WIDE_WEIGHTS(d)) /* two of WEIGHTS: what the forward multiplies with, and dgrad */ \
+    X(LOCAL, scaled_gate, MK_MX_MATRIX_BYTES((d)->intermediate, (d)->hidden), MK_SCALED_WEIGHTS(d)) /* [El, I, H] e4m3, and scales: gate weights, blocks along H */ \
+    X(LOCAL, scaled_up, MK_MX_MATRIX_BYTES((d)->intermediate, (d)->hidden), MK_SCALED_WEIGHTS(d)) /* as scaled_gate */      \
+    X(LOCAL, scaled_down, MK_MX_MATRIX_BYTES((d)->hidden, (d)->intermediate), MK_SCALED_WEIGHTS(d)) /* [El, H, I] e4m3, and scales: blocks along I */ \
+    X(LOCAL, scaled_gate_bwd, MK_MX_MATRIX_BYTES((d)->hidden, (d)->intermediate), MK_SCALED_WEIGHTS(d)) /* [El, H, I] e4m3, and scales: gate weights, blocks along I */ \
+    X(LOCAL, scaled_up_bwd, MK_MX_MATRIX_BYTES((d)->hidden, (d)->intermediate), MK_SCALED_WEIGHTS(d)) /* as scaled_gate_bwd */ \
+    X(LOCAL, scaled_down_bwd, MK_MX_MATRIX_BYTES((d)->intermediate, (d)->hidden), MK_SCALED_WEIGHTS(d)) /* [El, I, H] e4m3, and scales: down weights, blocks along H */ \
     X(LOCAL, counters, 4, MK_NUM_TILE_COUNTERS * (d)->capacity_tiles + MK_MAX_PIECES(d) +                                   \
                           MK_NUM_SHARED_COUNTERS * MK_SHARED_TILES(d))      /* layout/counters.h, in its order */           \
     X(LOCAL, device_state, sizeof(mk_device_state), 1)                      /* layout/fault.h; cuda only */                \

@@ -6,7 +6,7 @@ MOK_TEST_SEED=${MOK_TEST_SEED:-$(date +%s)}
 export MOK_TEST_SEED
 bits() {
     "$build/test_emu_backward$1" a_cut_weight_gradient bf16_gradients | grep 'bits of'
-    "$build/test_emu_mx_layer$1" forward_has_the_bits a_cut_weight_gradient | grep 'bits of'
+    "$build/test_emu_mx_layer$1" forward_has_the_bits a_cut_weight_gradient gradients_in_one_call | grep 'bits of'
 }
 hopper=$(bits) blackwell=$(bits _sm100)
 echo "seed: MOK_TEST_SEED=$MOK_TEST_SEED"

@@ -44,6 +44,7 @@ static void random_dims(uint64_t *state, mok_config *c, int32_t *ranks, mk_dims 
         *c = random_config(state);
         *ranks = random_ranks(state);
         mk_machine machine = mk_default_machine(c->backend);
+        machine.scaled = test_below(state, 2);
         if (mk_resolve(c, *ranks, (int32_t)test_below(state, *ranks), machine, d) == MOK_OK)
             return;
         if (!strstr(mok_last_error(), "two minibatches") && !strstr(mok_last_error(), "fit a row table") && !strstr(mok_last_error(), "can be numbered"))
@@ -459,6 +460,43 @@ TEST(plan_of_every_rank_of_an_uneven_split)
     CHECK_EQ(plan.experts_count, 0);
     CHECK_EQ(plan.capacity_rows, 0);
     CHECK_EQ(plan.balanced_rows, 0);
+}
+
+static int64_t bytes_of(const mok_buffer_info *all, const char *name)
+{
+    int64_t bytes = 0;
+    for (int i = 0; i < MK_NUM_BUFFERS; i++)
+        bytes += strncmp(all[i].name, name, strlen(name)) ? 0 : all[i].bytes;
+    return bytes;
+}
+
+/* A GPU with more SMs than any Hopper: operands in MXFP8 are kept as they are, those of weight gradients widened. */
+TEST(plan_of_MXFP8_on_Blackwell)
+{
+    mok_config c = good_config();
+    mok_plan hopper = MOK_INIT(mok_plan), blackwell = MOK_INIT(mok_plan);
+    mok_buffer_info on_hopper[MK_NUM_BUFFERS], on_blackwell[MK_NUM_BUFFERS];
+    int32_t num = MK_NUM_BUFFERS;
+    c.dtype = MOK_MXFP8;
+    c.backend = MOK_BACKEND_CUDA;
+    c.ring_rows = 8192;
+    CHECK_EQ(mok_plan_query(&c, 4, 0, 144, 0, 0, &hopper, on_hopper, &num), MOK_OK);
+    CHECK_EQ(mok_plan_query(&c, 4, 0, 148, 0, 0, &blackwell, on_blackwell, &num), MOK_OK);
+    const int64_t rows = hopper.ring_rows, weights = 6 * hopper.experts_count * c.hidden * c.intermediate;
+    CHECK_EQ(blackwell.ring_rows, rows);
+    CHECK_EQ(bytes_of(on_hopper, "wide_weights"), 2 * weights);
+    CHECK_EQ(hopper.wide_bytes, weights);
+    CHECK_EQ(blackwell.wide_bytes, 0);
+    CHECK_EQ(bytes_of(on_hopper, "scaled_"), 0);
+    CHECK_EQ(bytes_of(on_hopper, "ring_x"), 2 * rows * c.hidden);
+    CHECK_EQ(bytes_of(on_blackwell, "wide_"), 0);
+    CHECK_EQ(bytes_of(on_blackwell, "scaled_"), weights + 3 * hopper.experts_count * (mok_mx_scale_bytes(c.hidden, c.intermediate) + mok_mx_scale_bytes(c.intermediate, c.hidden)));
+    CHECK_EQ(bytes_of(on_blackwell, "ring_x"), rows * c.hidden + mok_mx_scale_bytes(rows, c.hidden));
+    CHECK_EQ(bytes_of(on_blackwell, "dgrad_"), 2 * (rows * c.intermediate + mok_mx_scale_bytes(rows, c.intermediate)));
+    CHECK_EQ(bytes_of(on_blackwell, "wgrad_x"), bytes_of(on_hopper, "wgrad_x"));
+    c.dtype = MOK_BF16;
+    CHECK_EQ(mok_plan_query(&c, 4, 0, 148, 0, 0, &blackwell, on_blackwell, &num), MOK_OK);
+    CHECK_EQ(bytes_of(on_blackwell, "scaled_") + bytes_of(on_blackwell, "dgrad_"), 0);
 }
 
 int main(int argc, char **argv)

@@ -39,7 +39,10 @@ struct TilePairScaled : TilePair {
 /* Atoms of scales in a stage (arch/tensor_core.h): of this CTA's rows of A, and of all rows of B, low half and high half. */
 constexpr uint32_t kScaleAtoms = 3, kStageScaleBytes = kScaleAtoms * MK_SCALE_ATOM_BYTES;
 template <class Tile, bool Scaled> struct PairScales {};
-template <class Tile> struct PairScales<Tile, true> { alignas(128) uint8_t scales[Tile::stages][kScaleAtoms][MK_SCALE_ATOM_BYTES]; };
+template <class Tile> struct PairScales<Tile, true> {
+    alignas(128) uint8_t scales[Tile::stages][kScaleAtoms][MK_SCALE_ATOM_BYTES];
+    uint64_t columns_taken[kMathWarpgroups]; /* this CTA's math warps of the other warpgroup have read the columns that a warpgroup's sums share with theirs */
+};
 
 template <class Tile> struct PairShared : PairScales<Tile, Tile::scaled> {
     alignas(1024) uint8_t a[Tile::stages][Tile::rows * kRowBytes];
@@ -61,7 +64,7 @@ template <> struct GemmShared<TilePair> : PairShared<TilePair> {};
 template <> struct GemmShared<TilePairScaled> : PairShared<TilePairScaled> {};
 
 /* How a task multiplies. Which axis of an operand is the contiguous one, the contraction (false) or the other; are operands e4m3 with scales (then
- * K is contiguous); what the sums begin with (with a scaled tile, always zeros); and rows of the contraction that exist in the last K
+ * K is contiguous); what the sums begin with; and rows of the contraction that exist in the last K
  * block, the rest being zeroed in shared memory. */
 struct PairRecipe {
     bool a_outer = false, b_outer = false, scaled = false, continues = false;
@@ -143,18 +146,24 @@ template <class Tile> struct SharingAcc : PairAcc<Tile> {
         tmem_load_16x16<8>(from + mk_tmem_address(All::block_rows, 0), shared);
         tmem_wait_load(shared);
     }
+    /* Not by index: loops over blocks need not be unrolled, and nothing goes to local memory. */
+    MK_MEMBER float taken(uint32_t m, uint32_t i) const
+    {
+        static_assert(All::blocks == 2, "one or the other");
+        return m == 0 ? shared[i] : shared[8 + i];
+    }
     MK_MEMBER void read(uint32_t m, uint32_t c, float (&v)[32]) const
     {
         const uint32_t from = All::address + mk_tmem_address(m * All::block_rows, 64 * c);
         if (second && c == 0) {
             MK_UNROLL for (uint32_t i = 0; i < 8; i++)
-                v[i] = shared[8 * m + i];
+                v[i] = taken(m, i);
             tmem_load_16x16<8>(from + 16, v);
             tmem_load_16x32<16>(from + 32, v);
             tmem_wait_load(v);
         } else if (!second && c == Tile::cols / 64 - 1) {
             MK_UNROLL for (uint32_t i = 0; i < 8; i++)
-                v[24 + i] = shared[8 * m + i];
+                v[24 + i] = taken(m, i);
             tmem_load_16x32<0>(from, v);
             tmem_load_16x16<16>(from + 32, v);
             tmem_wait_load(v);
@@ -182,6 +191,8 @@ template <class Tile> MK_DEVICE void pair_init(GemmShared<Tile> &s, uint32_t mor
         mbar_init(smem_addr(&s.sums_ready[i]), kWarpsPerTile<Tile> * Tile::cluster * (Tile::scaled ? 2 : 1));
         mbar_init(smem_addr(&s.tail_landed[i]), 1);
         mbar_init(smem_addr(&s.tail_zeroed[i]), kWarpsPerTile<Tile> * Tile::cluster);
+        if constexpr (Tile::scaled)
+            mbar_init(smem_addr(&s.columns_taken[i]), kWarpsPerTile<Tile>);
     }
     fence_mbar_init_release_cluster();
 }
@@ -348,6 +359,14 @@ template <class Tile> MK_DEVICE void give_up_columns(GemmShared<Tile> &s, uint32
         mbar_arrive_remote_release_cta(cluster_addr(smem_addr(&s.sums_ready[to_warpgroup]), 0));
 }
 
+/* With scales: the columns that the other warpgroup's sums share with this one's are read. */
+template <class Tile> MK_DEVICE void give_up_shared_columns(GemmShared<Tile> &s, uint32_t to_warpgroup)
+{
+    give_up_columns(s, to_warpgroup);
+    if (lane_idx() == 0)
+        mbar_arrive_release_cta(smem_addr(&s.columns_taken[to_warpgroup]));
+}
+
 template <class Tile, class Epilogue, class Tasks> MK_DEVICE void pair_math(GemmShared<Tile> &s, uint32_t warpgroup, Epilogue &epilogue, const Tasks &of)
 {
     const uint32_t warp = warp_idx() - kFirstMathWarp, first_lane = warp % 4 * 32;
@@ -362,7 +381,7 @@ template <class Tile, class Epilogue, class Tasks> MK_DEVICE void pair_math(Gemm
     if constexpr (Tile::scaled) {
         acc.second = warpgroup == 1;
         if (acc.second)
-            give_up_columns(s, 0); /* nothing is there yet */
+            give_up_shared_columns(s, 0); /* nothing is there yet */
     }
     for (;; tasks.at.next(), turn.next(), number++) {
         const GemmTask task = tasks.wait(s);
@@ -379,6 +398,10 @@ template <class Tile, class Epilogue, class Tasks> MK_DEVICE void pair_math(Gemm
             continue;
         const PairRecipe how = of.recipe(task);
         if (how.continues) {
+            if constexpr (Tile::scaled) { /* all columns are written, the shared ones too: these tasks do not begin under the other warpgroup's MMAs */
+                wait_mbar(smem_addr(&s.columns_taken[warpgroup]), turn.parity, "gemm_math: shared columns");
+                tcgen05_fence_after_sync();
+            }
             of.begin(task, acc, out);
             tmem_wait_store();
         }
@@ -398,7 +421,7 @@ template <class Tile, class Epilogue, class Tasks> MK_DEVICE void pair_math(Gemm
         tcgen05_fence_after_sync();
         if constexpr (Tile::scaled) {
             acc.take_shared();
-            give_up_columns(s, warpgroup ^ 1);
+            give_up_shared_columns(s, warpgroup ^ 1);
         }
         note_task(epilogue, number, TRACE_EPILOGUE_BEGINS);
         if (!only_helps(task))

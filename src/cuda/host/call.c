@@ -303,11 +303,11 @@ static mok_status widen_weight(const cuda_call *c, const mok_weights *weights, i
 static mok_status quantise_weight(const cuda_call *c, const mok_weights *weights, int matrix, mk_quant quant)
 {
     const mk_cuda_mx_operand to = mk_cuda_mx_operand_of(c->w, weights, matrix, quant);
-    const mok_weight *given = matrix == MK_GRAD_DOWN ? &weights->down : &weights->gate;
+    const int32_t form = mk_cuda_mx_weight(c->w, weights, matrix, quant, NULL).form;
     int64_t warps = to.count * mk_round_up(to.rows, MK_MX_TILE);
     if (!to.own)
         return MOK_OK;
-    if (mk_mx_is_quantised(given)) {
+    if (form == MK_MX_QUANTISED || form == MK_MX_TURNED) {
         mk_mx_part_params p = mk_cuda_mx_part(c->w, weights, matrix, quant);
         return launch(c, MK_CUDA_mok_mx_take_part, blocks_for(c, mk_ceil_div(warps, 8)), &p, 0);
     }
@@ -324,10 +324,13 @@ static mok_status quantise_weights(const cuda_call *c, const mok_weights *weight
     return down ? quantise_weight(c, weights, MK_GRAD_DOWN, quant) : MOK_OK;
 }
 
-static mok_status widen_weights(const cuda_call *c, const mok_weights *weights, const void *given, mk_quant quant, bool gate_up, bool down)
+/* The copies that a call multiplies with; none of what it is given widened. */
+static mok_status copy_weights(const cuda_call *c, const mok_weights *weights, const void *given, mk_quant quant, bool gate_up, bool down)
 {
     if (!c->w->dims.mx || !c->w->dims.capacity_tiles || given)
         return MOK_OK;
+    if (c->w->dims.mx_scaled)
+        return quantise_weights(c, weights, quant, gate_up, down);
     MK_TRY(gate_up ? widen_weight(c, weights, MK_GRAD_GATE, quant) : MOK_OK);
     MK_TRY(gate_up ? widen_weight(c, weights, MK_GRAD_UP, quant) : MOK_OK);
     return down ? widen_weight(c, weights, MK_GRAD_DOWN, quant) : MOK_OK;
@@ -416,10 +419,7 @@ static mok_status launch_stages(cuda_call *c, const mok_forward_args *a, bool fo
     const mk_dims *d = &c->w->dims;
     if (!forward && !d->saved_tiles) /* a context without rows */
         return MOK_OK;
-    if (c->s->gemm[MK_GEMM_GATE_UP].scaled && d->capacity_tiles)
-        MK_TRY(quantise_weights(c, &a->weights, MK_QUANT_FORWARD, true, forward));
-    else
-        MK_TRY(widen_weights(c, &a->weights, a->wide, MK_QUANT_FORWARD, true, forward));
+    MK_TRY(copy_weights(c, &a->weights, a->wide, MK_QUANT_FORWARD, true, forward));
     if (c->s->fused)
         return launch_fused(c, a, forward);
     if (d->shared_intermediate && a->num_tokens)
@@ -479,7 +479,9 @@ static mk_backward_params backward_params(const cuda_call *c, const mok_backward
                             .expert_maps = weight_maps(c, false), .shared_maps = weight_maps(c, true)};
     mk_tensor_map *to[MK_NUM_BACKWARD_MAPS] = {&p.ring_x, &p.ring_dout, &p.ring_gate, &p.ring_up, &p.ring_h, &p.gate, &p.up, &p.down,
                                                &p.shared_x, &p.shared_dout, &p.shared_dgate, &p.shared_dup, &p.shared_wh, &p.shared_gate, &p.shared_up, &p.shared_down,
-                                               &p.wide_dgate, &p.wide_dup, &p.wide_x, &p.wide_dout, &p.replay_gate, &p.replay_up};
+                                               &p.dgrad_dgate, &p.dgrad_dup, &p.wgrad_x, &p.wgrad_dout, &p.replay_gate, &p.replay_up,
+                                               &p.ring_x_scales, &p.ring_dout_scales, &p.gate_scales, &p.up_scales, &p.down_scales, &p.dgrad_dgate_scales,
+                                               &p.dgrad_dup_scales, &p.replay_gate_scales, &p.replay_up_scales};
     for (int i = 0; i < MK_NUM_BACKWARD_MAPS; i++)
         *to[i] = c->s->backward[i];
     fill_grads(c->w, &a->grads, &p);
@@ -529,8 +531,8 @@ static mok_status launch_backward_stages(const cuda_call *c, const mok_backward_
 {
     const mk_dims *d = &c->w->dims;
     mk_backward_params p = backward_params(c, a);
-    MK_TRY(widen_weights(c, &a->weights, a->wide, MK_QUANT_FORWARD, d->saved_tiles < d->capacity_tiles, false)); /* for a replay */
-    MK_TRY(widen_weights(c, &a->weights, a->wide_dgrad, MK_QUANT_DGRAD, p.want_data, true));
+    MK_TRY(copy_weights(c, &a->weights, a->wide, MK_QUANT_FORWARD, d->saved_tiles < d->capacity_tiles, false)); /* for a replay */
+    MK_TRY(copy_weights(c, &a->weights, a->wide_dgrad, MK_QUANT_DGRAD, p.want_data, true));
     if (c->w->dims.shared_intermediate && a->num_tokens)
         MK_TRY(launch(c, MK_CUDA_mok_shared_scale, blocks_for(c, a->num_tokens), combine, 0));
     return c->s->fused_backward ? launch_backward(c, &p, MK_TASK_NONE, 0) : launch_backward_staged(c, &p);

@@ -36,7 +36,7 @@ void mk_cuda_choose_tiles(mok_workspace *w, const char *wish)
             g->narrow = false;
         g->kernel = kernels[w->dims.mx && !is_shared((mk_gemm_id)id)][gate_up][g->narrow];
         int32_t cols = g->narrow ? COLS_NARROW : COLS_WIDE;
-        g->scaled = w->dims.mx && s->device->blackwell && !is_shared((mk_gemm_id)id);
+        g->scaled = w->dims.mx_scaled && !is_shared((mk_gemm_id)id);
         g->num_cols = (int32_t)(gate_up ? width : w->dims.hidden);
         g->num_k_blocks = (int32_t)mk_ceil_div(depth, g->scaled ? BLOCK_K_MX : BLOCK_K);
         g->b_high_row = gate_up ? 0 : cols / 2;
@@ -203,20 +203,44 @@ static mk_tensor describe_backward_rows(const mok_workspace *w, mk_backward_map 
     return mk_tensor_operand(address, (uint64_t)(which <= MK_MAP_DOUT ? hidden : width), (uint64_t)rows, 1, BOX_BACKWARD);
 }
 
-/* MXFP8. Without mx_wgrad the ring's own rows are what weight gradients read. */
+/* MXFP8 that is multiplied as it is. */
+static mok_status encode_backward_scaled(mok_workspace *w, const mok_weights *weights)
+{
+    mk_cuda_state *s = w->state;
+    const mk_memory *m = &w->memory;
+    const int64_t hidden = w->dims.hidden, width = w->dims.intermediate;
+    const struct { mk_backward_map map, scales; mk_cuda_mx_operand of; const char *name; } all[] = {
+        {MK_MAP_X, MK_MAP_X_SCALES, ring_operand(w, m->ring_x, hidden, 1), "x in MXFP8"},
+        {MK_MAP_DOUT, MK_MAP_DOUT_SCALES, ring_operand(w, m->ring_dout, hidden, 1), "dout in MXFP8"},
+        {MK_MAP_DGRAD_DGATE, MK_MAP_DGRAD_DGATE_SCALES, ring_operand(w, m->dgrad_dgate, width, 1), "dgate in MXFP8"},
+        {MK_MAP_DGRAD_DUP, MK_MAP_DGRAD_DUP_SCALES, ring_operand(w, m->dgrad_dup, width, 1), "dup in MXFP8"},
+        {MK_MAP_WGATE, MK_MAP_WGATE_SCALES, mk_cuda_mx_operand_of(w, weights, MK_GRAD_GATE, MK_QUANT_DGRAD), "gate transposed in MXFP8"},
+        {MK_MAP_WUP, MK_MAP_WUP_SCALES, mk_cuda_mx_operand_of(w, weights, MK_GRAD_UP, MK_QUANT_DGRAD), "up transposed in MXFP8"},
+        {MK_MAP_WDOWN, MK_MAP_WDOWN_SCALES, mk_cuda_mx_operand_of(w, weights, MK_GRAD_DOWN, MK_QUANT_DGRAD), "down transposed in MXFP8"},
+        {MK_MAP_REPLAY_GATE, MK_MAP_REPLAY_GATE_SCALES, mk_cuda_mx_operand_of(w, weights, MK_GRAD_GATE, MK_QUANT_FORWARD), "gate of a replay in MXFP8"},
+        {MK_MAP_REPLAY_UP, MK_MAP_REPLAY_UP_SCALES, mk_cuda_mx_operand_of(w, weights, MK_GRAD_UP, MK_QUANT_FORWARD), "up of a replay in MXFP8"}};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++)
+        if (all[i].of.data) /* a replay's may not be given, if there is none */
+            MK_TRY(encode_operand(s, &all[i].of, BOX_BACKWARD, &s->backward[all[i].map], &s->backward[all[i].scales], all[i].name));
+    return MOK_OK;
+}
+
+/* MXFP8. Where the ring is bf16, and weight gradients are of it, they read it. */
 static mok_status encode_backward_mx(mok_workspace *w, const mok_backward_args *a)
 {
     mk_cuda_state *s = w->state;
     const mk_memory *m = &w->memory;
     const uint64_t hidden = (uint64_t)w->dims.hidden, width = (uint64_t)w->dims.intermediate, rows = (uint64_t)MK_RING_ROWS(&w->dims);
-    bool wgrad = w->dims.mx_wgrad;
+    bool own = w->dims.mx_wgrad || w->dims.mx_scaled, scaled = w->dims.mx_scaled;
     const struct { mk_backward_map map; int64_t place; uint64_t cols; const char *name; } all[] = {
-        {MK_MAP_WIDE_DGATE, m->wide_dgate, width, "dgate quantised"}, {MK_MAP_WIDE_DUP, m->wide_dup, width, "dup quantised"},
-        {MK_MAP_WIDE_X, wgrad ? m->wide_x : m->ring_x, hidden, "x of weight gradients"}, {MK_MAP_WIDE_DOUT, wgrad ? m->wide_dout : m->ring_dout, hidden, "dout of weight gradients"}};
-    for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
+        {MK_MAP_WGRAD_X, own ? m->wgrad_x : m->ring_x, hidden, "x of weight gradients"}, {MK_MAP_WGRAD_DOUT, own ? m->wgrad_dout : m->ring_dout, hidden, "dout of weight gradients"},
+        {MK_MAP_DGRAD_DGATE, m->dgrad_dgate, width, "dgate quantised"}, {MK_MAP_DGRAD_DUP, m->dgrad_dup, width, "dup quantised"}};
+    for (size_t i = 0; i < (scaled ? 2 : sizeof all / sizeof *all); i++) {
         mk_tensor t = mk_tensor_operand(w->local + all[i].place, all[i].cols, rows, 1, BOX_BACKWARD);
         MK_TRY(encode(s, &s->backward[all[i].map], &t, all[i].name));
     }
+    if (scaled)
+        return encode_backward_scaled(w, &a->weights);
     mk_tensor gate, up;
     describe_weights(w, MK_GEMM_GATE_UP, &a->weights, mk_cuda_wide(w, a->wide, MK_QUANT_FORWARD), BOX_BACKWARD, &gate, &up);
     MK_TRY(encode(s, &s->backward[MK_MAP_REPLAY_GATE], &gate, "gate of a replay"));

@@ -139,10 +139,17 @@ mk_mx_weight_params mk_cuda_mx_weight(const mok_workspace *w, const mok_weights 
 }
 
 /* --- a layer's weights as Blackwell's tensor cores read them ------------------------------------------------------------ */
+static const char *scaled_copy(const mok_workspace *w, int matrix, mk_quant quant)
+{
+    const mk_memory *m = &w->memory;
+    const int64_t place[2][MK_NUM_GRADS] = {{m->scaled_gate, m->scaled_up, m->scaled_down}, {m->scaled_gate_bwd, m->scaled_up_bwd, m->scaled_down_bwd}};
+    return w->local + place[quant == MK_QUANT_DGRAD][matrix];
+}
+
 /* Rows and columns of a matrix that are a multiple of 128 from the beginning of what is stored begin with an atom of scales. */
 mk_cuda_mx_operand mk_cuda_mx_operand_of(const mok_workspace *w, const mok_weights *weights, int matrix, mk_quant quant)
 {
-    const mk_mx_weight_params p = mk_cuda_mx_weight(w, weights, matrix, quant, mk_cuda_wide(w, NULL, quant));
+    const mk_mx_weight_params p = mk_cuda_mx_weight(w, weights, matrix, quant, NULL);
     const bool turned = quant == MK_QUANT_DGRAD, quantised = p.form == MK_MX_QUANTISED || p.form == MK_MX_TURNED;
     int64_t rows = turned ? p.cols : p.rows, cols = turned ? p.rows : p.cols; /* of the operand; and as it is stored, and where in there: */
     int64_t stored_rows = turned ? p.cols : p.stored_rows, stored_cols = turned ? p.stored_rows : p.cols, first_row = turned ? 0 : p.first_row, first_col = turned ? p.first_row : 0;
@@ -150,10 +157,12 @@ mk_cuda_mx_operand mk_cuda_mx_operand_of(const mok_workspace *w, const mok_weigh
     bool own = !quantised || p.first_row % MK_MX_TILE;
     if (own) {
         stored_rows = rows, stored_cols = cols, first_row = first_col = 0;
-        data = (const char *)p.wide;
+        data = scaled_copy(w, matrix, quant);
         scales = data + p.count * rows * cols;
     }
     const int64_t atoms = mk_mx_scale_bytes(MK_MX_TILE, stored_cols);
+    if (!data) /* the pass does not read it */
+        return (mk_cuda_mx_operand){.own = false};
     return (mk_cuda_mx_operand){.data = data + first_row * stored_cols + first_col, .scales = scales + first_row / MK_MX_TILE * atoms + first_col / MK_MX_TILE * MK_MX_TILE_BYTES,
                                 .count = p.count, .rows = rows, .cols = cols, .row_bytes = stored_cols, .matrix_bytes = stored_rows * stored_cols, .atoms_bytes = atoms,
                                 .scales_bytes = mk_mx_scale_bytes(stored_rows, stored_cols), .own = own};
@@ -162,7 +171,7 @@ mk_cuda_mx_operand mk_cuda_mx_operand_of(const mok_workspace *w, const mok_weigh
 mk_mx_part_params mk_cuda_mx_part(const mok_workspace *w, const mok_weights *weights, int matrix, mk_quant quant)
 {
     const mk_cuda_mx_operand to = mk_cuda_mx_operand_of(w, weights, matrix, quant);
-    const mk_mx_weight_params p = mk_cuda_mx_weight(w, weights, matrix, quant, mk_cuda_wide(w, NULL, quant));
+    const mk_mx_weight_params p = mk_cuda_mx_weight(w, weights, matrix, quant, NULL);
     const bool turned = quant == MK_QUANT_DGRAD;
     return (mk_mx_part_params){.source = p.source, .source_scales = p.scales, .data = (void *)(uintptr_t)to.data, .scales = (void *)(uintptr_t)to.scales, .count = to.count,
                                .rows = to.rows, .cols = to.cols, .first_row = turned ? 0 : p.first_row, .first_col = turned ? p.first_row : 0,
@@ -172,7 +181,7 @@ mk_mx_part_params mk_cuda_mx_part(const mok_workspace *w, const mok_weights *wei
 mk_mx_matrix_params mk_cuda_mx_quantise_params(const mok_workspace *w, const mok_weights *weights, int matrix, mk_quant quant)
 {
     const mk_cuda_mx_operand to = mk_cuda_mx_operand_of(w, weights, matrix, quant);
-    const mk_mx_weight_params p = mk_cuda_mx_weight(w, weights, matrix, quant, mk_cuda_wide(w, NULL, quant));
+    const mk_mx_weight_params p = mk_cuda_mx_weight(w, weights, matrix, quant, NULL);
     return (mk_mx_matrix_params){.bf16 = p.experts ? NULL : (uint16_t *)(uintptr_t)p.source + p.offset, .experts = p.experts, .experts_offset = p.offset,
                                  .data = (void *)(uintptr_t)to.data, .scales = (void *)(uintptr_t)to.scales,
                                  .count = p.count, .rows = p.rows, .cols = p.cols, .matrix_elements = p.matrix_elements, .row_stride = p.row_stride};

@@ -35,7 +35,10 @@ typedef enum mk_backward_map {
     MK_MAP_X, MK_MAP_DOUT, MK_MAP_GATE, MK_MAP_UP, MK_MAP_H, MK_MAP_WGATE, MK_MAP_WUP, MK_MAP_WDOWN,
     MK_MAP_SHARED,                        /* the same again for the shared expert */
     MK_MAP_MX = 2 * MK_MAP_SHARED,        /* MXFP8: of the routed experts, what is in buffers of its own */
-    MK_MAP_WIDE_DGATE = MK_MAP_MX, MK_MAP_WIDE_DUP, MK_MAP_WIDE_X, MK_MAP_WIDE_DOUT, MK_MAP_REPLAY_GATE, MK_MAP_REPLAY_UP,
+    MK_MAP_DGRAD_DGATE = MK_MAP_MX, MK_MAP_DGRAD_DUP, MK_MAP_WGRAD_X, MK_MAP_WGRAD_DOUT, MK_MAP_REPLAY_GATE, MK_MAP_REPLAY_UP,
+    MK_MAP_SCALES,                        /* of operands in MXFP8 as it is: */
+    MK_MAP_X_SCALES = MK_MAP_SCALES, MK_MAP_DOUT_SCALES, MK_MAP_WGATE_SCALES, MK_MAP_WUP_SCALES, MK_MAP_WDOWN_SCALES, MK_MAP_DGRAD_DGATE_SCALES,
+    MK_MAP_DGRAD_DUP_SCALES, MK_MAP_REPLAY_GATE_SCALES, MK_MAP_REPLAY_UP_SCALES,
     MK_NUM_BACKWARD_MAPS
 } mk_backward_map;
 

@@ -9,7 +9,7 @@ using namespace mk;
 
 template <bool Mx> MK_DEVICE void backward_fused(const mk_backward_params &p)
 {
-    BackwardShared &s = *static_cast<BackwardShared *>(shared_base());
+    BackwardShared<Mx> &s = *static_cast<BackwardShared<Mx> *>(shared_base());
     const mk_table t = mk_table_at(&p.rank.memory, p.schedule);
     const uint32_t warp = warp_idx();
     gemm_begin(s.gemm, 1, [&] { backward_init<Mx>(p, t, s); });

@@ -11,8 +11,10 @@
  * and the same for the shared expert over this rank's tokens. With params.kind the launch runs one stage of one step instead, which makes
  * the staged backward out of the same code.
  *
- * Mx: the routed experts in MXFP8 (docs/contract.md). Operands are bf16 numbers all the same: rows are widened as they land, weights are widened
- * copies, and what a product wants quantised along another axis is in a buffer of its own (wide_* in layout/memory.h). */
+ * Mx: the routed experts in MXFP8 (docs/contract.md). What a product wants quantised along another axis is in a buffer of its own (dgrad_*, wgrad_* in
+ * layout/memory.h). Where the tensor cores multiply bf16 only, rows are widened as they land, and weights are widened copies. Elsewhere (is_scaled)
+ * operands of replay and dgrads are e4m3 with scales, both with the contraction contiguous: dgrads read transposed weights. Weight gradients are of
+ * bf16 numbers everywhere. */
 #ifndef MK_STAGE_BACKWARD_CUH
 #define MK_STAGE_BACKWARD_CUH
 
@@ -24,7 +26,8 @@
 
 namespace mk {
 
-typedef TileForward TileBackward;
+typedef TileForward TileBackward; /* its rows, columns and cluster are those of either precision's */
+template <bool Mx> using BackwardTile = ForwardTile<Mx>;
 
 /* The epilogue of s4_down_bwd takes all that the other roles can spare. */
 constexpr int kBackwardRegistersMath = 208, kBackwardRegistersOther = 88;
@@ -38,8 +41,8 @@ struct MathState {
     uint32_t turn;
 };
 
-struct BackwardShared {
-    GemmShared<TileBackward> gemm;
+template <bool Mx> struct BackwardShared {
+    GemmShared<BackwardTile<Mx>> gemm;
     DispatchShared dispatch;
     mk_walk walk;
     uint32_t first, end;        /* task numbers of this launch */
@@ -48,7 +51,8 @@ struct BackwardShared {
     TraceShared trace;
     YieldShared yield;
 };
-static_assert(sizeof(BackwardShared) <= MK_BACKWARD_SHARED && sizeof(BackwardShared) > MK_BACKWARD_SHARED - 2048, "what the host asks for, on either chip");
+static_assert(sizeof(BackwardShared<false>) <= MK_BACKWARD_SHARED && sizeof(BackwardShared<false>) > MK_BACKWARD_SHARED - 2048, "what the host asks for, on either chip");
+static_assert(sizeof(BackwardShared<true>) <= MK_BACKWARD_SHARED, "what the host asks for");
 
 MK_DEVICE bool is_shared_task(int32_t kind) { return kind >= MK_TASK_SHARED_GATE_UP && kind <= MK_TASK_SHARED_WGRAD; }
 /* The routed kind that computes the same. */
@@ -62,6 +66,10 @@ MK_DEVICE int32_t stage_of(int32_t kind)
     default: return kind;
     }
 }
+
+/* Are a task's operands e4m3 with scales? Then a K block is 128 elements. */
+template <bool Mx> MK_DEVICE bool is_scaled(int32_t kind) { return Mx && kMultipliesMx && !is_shared_task(kind) && kind != MK_TASK_WGRAD; }
+template <bool Mx> MK_DEVICE int32_t k_blocks(int32_t kind, int64_t depth) { return (int32_t)(is_scaled<Mx>(kind) ? mk_ceil_div(depth, kRowBytes) : depth / kBlockK); }
 
 /* ---- the walk ---- */
 
@@ -88,7 +96,7 @@ template <bool Mx> MK_DEVICE mk_grid backward_grid(const mk_backward_params &p)
         g.shared_wgrad = d.shared_intermediate ? WgradGrid::count(p.shared_grads, d.hidden, d.shared_intermediate) : 0;
     }
     if constexpr (Mx) {
-        g.wgrad_waits = d.mx_wgrad && g.wgrad > 0;
+        g.wgrad_waits = (d.mx_wgrad || kMultipliesMx) && g.wgrad > 0;
         if (g.wgrad_waits)
             g.dgrad_gate_up = (int32_t)mk_ceil_div(d.hidden, pair);
     }
@@ -115,7 +123,7 @@ template <bool Mx> MK_DEVICE mk_walk backward_walk(const mk_backward_params &p, 
     return w;
 }
 
-template <bool Mx> MK_DEVICE void backward_init(const mk_backward_params &p, const mk_table &t, BackwardShared &s)
+template <bool Mx> MK_DEVICE void backward_init(const mk_backward_params &p, const mk_table &t, BackwardShared<Mx> &s)
 {
     for (uint32_t i = 0; i < kTaskSlots; i++)
         mbar_init(smem_addr(&s.ready[i]), 1);
@@ -135,7 +143,7 @@ template <bool Mx> MK_DEVICE void backward_init(const mk_backward_params &p, con
 /* Of one thread. */
 template <bool Mx> struct BackwardProgram {
     const mk_backward_params &p;
-    BackwardShared &s;
+    BackwardShared<Mx> &s;
     mk_table t;
     Yield yield;  /* of the schedule thread, and */
     ClusterTask last = {};
@@ -174,7 +182,7 @@ private:
         const int64_t width = shared ? d.shared_intermediate : d.intermediate;
         last.cols = (int32_t)(stage == MK_TASK_GATE_UP ? TileBackward::cols / 2 : TileBackward::cols);
         task.col = next.part * (int32_t)kColumnTiles<TileBackward> * last.cols;
-        task.num_k_blocks = (int32_t)((stage == MK_TASK_DGRAD_GATE_UP ? 2 * width : d.hidden) / kBlockK);
+        task.num_k_blocks = stage == MK_TASK_DGRAD_GATE_UP ? 2 * k_blocks<Mx>(next.kind, width) : k_blocks<Mx>(next.kind, d.hidden);
         if constexpr (Mx) /* a task that is there for the weight gradients' operands alone */
             task.num_k_blocks = stage == MK_TASK_DGRAD_GATE_UP && !p.want_data ? 2 : task.num_k_blocks;
         task.out_row = next.tile * MK_ROW_TILE;
@@ -251,6 +259,8 @@ template <bool Mx> struct BackwardLoad {
 private:
     MK_MEMBER LoadRun packed_run(const GemmTask &task, int32_t which) const
     {
+        if (is_scaled<Mx>(task.kind & TASK_KIND_MASK))
+            return scaled_run(task, which);
         const int32_t kind = task.kind & TASK_KIND_MASK, half = TileBackward::tensor_memory ? 0 : (int32_t)(cluster_rank() * kBoxRowsA<TileBackward>), all = task.num_k_blocks;
         const bool shared = is_shared_task(kind);
         switch (stage_of(kind)) {
@@ -261,9 +271,23 @@ private:
             return dgrad(shared ? &p.shared_dout : &p.ring_dout, shared ? &p.shared_down : &p.down, task, half, which ? 0 : all);
         case MK_TASK_DGRAD_GATE_UP:
             if (which == 0)
-                return dgrad(shared ? &p.shared_dgate : Mx ? &p.wide_dgate : &p.ring_gate, shared ? &p.shared_gate : &p.gate, task, half, all / 2);
-            return dgrad(shared ? &p.shared_dup : Mx ? &p.wide_dup : &p.ring_up, shared ? &p.shared_up : &p.up, task, half, all / 2);
+                return dgrad(shared ? &p.shared_dgate : Mx ? &p.dgrad_dgate : &p.ring_gate, shared ? &p.shared_gate : &p.gate, task, half, all / 2);
+            return dgrad(shared ? &p.shared_dup : Mx ? &p.dgrad_dup : &p.ring_up, shared ? &p.shared_up : &p.up, task, half, all / 2);
         default: return wgrad(task, shared, half, which);
+        }
+    }
+
+    /* Operands are e4m3, K is the contiguous axis of both. A pair's: the CTAs' halves of B follow each other, or are gate and up. */
+    MK_MEMBER LoadRun scaled_run(const GemmTask &task, int32_t which) const
+    {
+        const int32_t step = (int32_t)kRowBytes, all = task.num_k_blocks;
+        switch (task.kind & TASK_KIND_MASK) {
+        case MK_TASK_GATE_UP: return {&p.ring_x, &p.replay_gate, &p.replay_up, 0, task.row, 0, 0, task.col, task.expert, step, 0, step, 0, which ? 0 : all};
+        case MK_TASK_DGRAD_DOWN: return {&p.ring_dout, &p.down, &p.down, 0, task.row, 0, 0, task.col, task.expert, step, 0, step, 0, which ? 0 : all};
+        default: {
+            const mk_tensor_map *weight = which ? &p.up : &p.gate;
+            return {which ? &p.dgrad_dup : &p.dgrad_dgate, weight, weight, 0, task.row, 0, 0, task.col, task.expert, step, 0, step, 0, all / 2};
+        }
         }
     }
 
@@ -278,9 +302,9 @@ private:
     {
         const int32_t matrix = wgrad_matrix(task), all = task.num_k_blocks;
         const int32_t fit = shared ? all : (int32_t)mk_min((MK_RING_ROWS(&p.rank.dims) - task.row) / K, all);
-        const mk_tensor_map *left = shared ? &p.shared_dout : Mx ? &p.wide_dout : &p.ring_dout, *right = shared ? &p.shared_wh : &p.ring_h;
+        const mk_tensor_map *left = shared ? &p.shared_dout : Mx ? &p.wgrad_dout : &p.ring_dout, *right = shared ? &p.shared_wh : &p.ring_h;
         if (matrix != MK_GRAD_DOWN)
-            right = shared ? &p.shared_x : Mx ? &p.wide_x : &p.ring_x;
+            right = shared ? &p.shared_x : Mx ? &p.wgrad_x : &p.ring_x;
         if (matrix == MK_GRAD_GATE)
             left = shared ? &p.shared_dgate : &p.ring_gate;
         if (matrix == MK_GRAD_UP)
@@ -291,10 +315,10 @@ private:
 };
 
 #ifdef MK_SM100
-MK_DEVICE void backward_load_block(BackwardShared &s, uint32_t stage, const GemmTask &task, const LoadRun &r);
+template <bool Mx> MK_DEVICE void backward_load_block(BackwardShared<Mx> &s, uint32_t stage, const GemmTask &task, const LoadRun &r);
 #else
 /* A K block: this CTA's share of A for both, and B. */
-MK_DEVICE void backward_load_block(BackwardShared &s, uint32_t stage, const GemmTask &, const LoadRun &r)
+template <bool Mx> MK_DEVICE void backward_load_block(BackwardShared<Mx> &s, uint32_t stage, const GemmTask &, const LoadRun &r)
 {
     constexpr uint16_t all_ctas = (1 << TileBackward::cluster) - 1;
     const uint32_t full = smem_addr(&s.gemm.full[stage]), b = smem_addr(s.gemm.b[stage]);
@@ -306,11 +330,11 @@ MK_DEVICE void backward_load_block(BackwardShared &s, uint32_t stage, const Gemm
 #endif
 
 /* One thread of each CTA: what the wait role has found to be there. Rows were written by plain stores; the copy engine reads them next. */
-template <bool Mx> MK_DEVICE void backward_load(const mk_backward_params &p, BackwardShared &s)
+template <bool Mx> MK_DEVICE void backward_load(const mk_backward_params &p, BackwardShared<Mx> &s)
 {
     BackwardLoad<Mx> load = {p, {}};
-    TaskReader<TileBackward> tasks;
-    RingCursor<TileBackward::stages> at;
+    TaskReader<BackwardTile<Mx>> tasks;
+    RingCursor<BackwardTile<Mx>::stages> at;
     for (;; tasks.at.next()) {
         const GemmTask task = tasks.wait(s.gemm);
         wait_mbar(smem_addr(&s.ready[tasks.at.slot]), tasks.at.parity, "backward_load: operands of a task are ready");
@@ -335,7 +359,7 @@ template <bool Mx> MK_DEVICE void backward_load(const mk_backward_params &p, Bac
 
 /* ---- the wait role ---- */
 
-MK_DEVICE void backward_trace(const mk_backward_params &p, BackwardShared &s, const GemmTask &task, uint32_t number)
+template <bool Mx> MK_DEVICE void backward_trace(const mk_backward_params &p, BackwardShared<Mx> &s, const GemmTask &task, uint32_t number)
 {
     const mk_task_kind kind = (mk_task_kind)(task.kind & TASK_KIND_MASK);
     const uint32_t part = (uint32_t)task.col / (stage_of(kind) == MK_TASK_GATE_UP ? TileBackward::cols / 2 : TileBackward::cols);
@@ -346,9 +370,9 @@ MK_DEVICE void backward_trace(const mk_backward_params &p, BackwardShared &s, co
 
 /* One warp of each CTA, tasks ahead of the load thread; its lanes share the counters of a need. Acquire: what a task reads has been
  * written, what it overwrites has been read; pairs with the releases of s1_dispatch and of BackwardMath. Handed on by the arrive. */
-MK_DEVICE void backward_wait(const mk_backward_params &p, const mk_table &t, BackwardShared &s)
+template <bool Mx> MK_DEVICE void backward_wait(const mk_backward_params &p, const mk_table &t, BackwardShared<Mx> &s)
 {
-    TaskReader<TileBackward> tasks;
+    TaskReader<BackwardTile<Mx>> tasks;
     int32_t last_kind = MK_TASK_NONE, last_tag = 0;
     for (uint32_t number = 0;; tasks.at.next(), number++) {
         const GemmTask task = tasks.wait(s.gemm);
@@ -394,11 +418,18 @@ struct GradBuffers {
     MK_MEMBER bool is_rounded(const GemmTask &task) const { return !is_shared(task); }
     MK_MEMBER const uint8_t *packed_gate(const GemmTask &task) const { return packed(task, p.rank.memory.saved_gate); }
     MK_MEMBER const uint8_t *packed_up(const GemmTask &task) const { return packed(task, p.rank.memory.saved_up); }
-    MK_MEMBER bf16 *wide_dgate(const GemmTask &) const { return in_local<bf16>(p.rank, p.rank.memory.wide_dgate); }
-    MK_MEMBER bf16 *wide_dup(const GemmTask &) const { return in_local<bf16>(p.rank, p.rank.memory.wide_dup); }
-    MK_MEMBER uint64_t *not_finite() const { return mx_not_finite(p.rank); }
+    MK_MEMBER void flush_dgate(const GemmTask &task, uint32_t row, uint32_t col, uint32_t half) const { flush(task, row, col, half, p.rank.memory.dgrad_dgate); }
+    MK_MEMBER void flush_dup(const GemmTask &task, uint32_t row, uint32_t col, uint32_t half) const { flush(task, row, col, half, p.rank.memory.dgrad_dup); }
 
 private:
+    MK_MEMBER void flush(const GemmTask &task, uint32_t row, uint32_t col, uint32_t half, int64_t place) const
+    {
+#ifdef MK_SM100
+        mx_operand_rows(p.rank, place).flush(task, half, row, task.col + (int64_t)col);
+#else
+        mx_flush(LanePlaces(task, row, cols(task)), in_local<bf16>(p.rank, place), col, half, mx_not_finite(p.rank));
+#endif
+    }
     MK_MEMBER const uint8_t *packed(const GemmTask &task, int64_t place) const
     {
         return static_cast<const uint8_t *>(p.context) + place + (int64_t)task.out_row * mk_mx_row_stride(p.rank.dims.intermediate);
@@ -421,7 +452,7 @@ private:
 
 template <bool Mx> struct BackwardMath {
     const mk_backward_params &p;
-    BackwardShared &s;
+    BackwardShared<Mx> &s;
 
     /* Release, cumulative over the warp's stores. */
     MK_MEMBER void signal(int32_t counter, int32_t index) const
@@ -442,7 +473,7 @@ template <bool Mx> struct BackwardMath {
         return shared;
     }
 
-    MK_MEMBER void replay(const GemmTask &task, const Acc<TileBackward> &acc, const WarpOut &out, bool shared) const
+    MK_MEMBER void replay(const GemmTask &task, const Acc<BackwardTile<Mx>> &acc, const WarpOut &out, bool shared) const
     {
         const mk_rank_params &r = p.rank;
         const int64_t cols = shared ? r.dims.shared_intermediate : r.dims.intermediate;
@@ -458,13 +489,13 @@ template <bool Mx> struct BackwardMath {
 
     MK_MEMBER SwigluBackward<Mx, GradBuffers> swiglu_epilogue() const { return {{p}, p.rank.swiglu_limit}; }
 
-    MK_MEMBER void dgrad_down(const GemmTask &task, const Acc<TileBackward> &acc, const WarpOut &out, bool shared) const
+    MK_MEMBER void dgrad_down(const GemmTask &task, const Acc<BackwardTile<Mx>> &acc, const WarpOut &out, bool shared) const
     {
         swiglu_epilogue()(task, acc, out);
         signal(again(task, shared) ? MK_COUNTER_shared_s4_bwd_tasks_done : MK_COUNTER_s4_bwd_tasks_done, task.tag);
     }
 
-    MK_MEMBER void dgrad_gate_up(const GemmTask &task, const Acc<TileBackward> &acc, const WarpOut &out, bool shared) const
+    MK_MEMBER void dgrad_gate_up(const GemmTask &task, const Acc<BackwardTile<Mx>> &acc, const WarpOut &out, bool shared) const
     {
         const mk_rank_params &r = p.rank;
         if (shared)
@@ -475,7 +506,7 @@ template <bool Mx> struct BackwardMath {
         }
         const mk_row *rows = mk_table_at(&r.memory, p.schedule).rows;
         if (task.col == 0)
-            push_weight_grads<TileBackward>(r, rows, task, out);
+            push_weight_grads<BackwardTile<Mx>>(r, rows, task, out);
         /* dgate, dup and the partial sums have been read, and nobody in this launch reads dx: so before the pushes, whose completion a
          * release would wait for. */
         signal(MK_COUNTER_s2_bwd_tasks_done, task.tag);
@@ -498,7 +529,7 @@ template <bool Mx> struct BackwardMath {
         return {p.rank, shared ? p.shared_grads : p.grads, shared ? p.rank.dims.shared_intermediate : p.rank.dims.intermediate};
     }
 
-    MK_MEMBER void finish_wgrad(const GemmTask &task, const Acc<TileBackward> &acc, const WarpOut &out, bool shared) const
+    MK_MEMBER void finish_wgrad(const GemmTask &task, const Acc<BackwardTile<Mx>> &acc, const WarpOut &out, bool shared) const
     {
         const bool told_later = !(task.kind & WGRAD_LAST) || p.ready;
         /* The operands have been read, and nobody in this launch reads a complete gradient: so before the stores, whose completion a
@@ -518,7 +549,7 @@ template <bool Mx> struct BackwardMath {
             flag_store_release_sys(&p.ready[task.expert], p.ready_value);
     }
 
-    MK_MEMBER void finish(const GemmTask &task, const Acc<TileBackward> &acc, WarpOut out) const
+    MK_MEMBER void finish(const GemmTask &task, const Acc<BackwardTile<Mx>> &acc, WarpOut out) const
     {
         pin_register(out.staging); /* addresses derived from it are not kept through the MMAs */
         const int32_t kind = task.kind & TASK_KIND_MASK;
@@ -533,7 +564,7 @@ template <bool Mx> struct BackwardMath {
 
 #ifndef MK_SM100
     /* The MMAs are waited for before the accumulators meet those of the other kinds again: moving registers under way would serialise. */
-    MK_MEMBER uint32_t continue_task(const GemmTask &task, Acc<TileBackward> &acc, RingCursor<TileBackward::stages> &at, const ZeroTail &tail, const WarpOut &out) const
+    MK_MEMBER uint32_t continue_task(const GemmTask &task, Acc<BackwardTile<Mx>> &acc, RingCursor<TileBackward::stages> &at, const ZeroTail &tail, const WarpOut &out) const
     {
         wgrad(false).preload(task, acc, out);
         const uint32_t last = multiply_task<MajorOuter, MajorOuter>(s.gemm, acc, at, task.num_k_blocks, 0, true, tail);
@@ -541,7 +572,7 @@ template <bool Mx> struct BackwardMath {
         return last;
     }
 
-    MK_MEMBER uint32_t multiply(const GemmTask &task, Acc<TileBackward> &acc, RingCursor<TileBackward::stages> &at, uint32_t warpgroup, const WarpOut &out) const
+    MK_MEMBER uint32_t multiply(const GemmTask &task, Acc<BackwardTile<Mx>> &acc, RingCursor<TileBackward::stages> &at, uint32_t warpgroup, const WarpOut &out) const
     {
         const ZeroTail tail = {(uint32_t)(task.num_rows - (task.num_k_blocks - 1) * (int32_t)kBlockK), BARRIER_ZERO_TAIL + warpgroup};
         switch (stage_of(task.kind & TASK_KIND_MASK)) {
@@ -561,9 +592,9 @@ template <bool Mx> struct BackwardMath {
         constexpr uint32_t both = kMathWarpgroups * 128;
         const uint32_t warp = warp_idx() - kFirstMathWarp;
         const WarpOut out = {smem_addr(s.gemm.staging[warp]), warp % 4 * 16};
-        TaskReader<TileBackward> tasks;
+        TaskReader<BackwardTile<Mx>> tasks;
         RingCursor<TileBackward::stages> at;
-        Acc<TileBackward> acc;
+        Acc<BackwardTile<Mx>> acc;
         if (warpgroup == 1)
             barrier_named_arrive(BARRIER_MATH_TURN + 0, both);
         for (uint32_t turn = 0;; turn++, tasks.at.next()) {
@@ -610,10 +641,10 @@ template <bool Mx> struct BackwardMath {
 };
 
 #ifndef MK_SM100
-template <bool Mx> MK_DEVICE void backward_math(const mk_backward_params &p, BackwardShared &s, uint32_t warpgroup) { BackwardMath<Mx>{p, s}.run(warpgroup); }
+template <bool Mx> MK_DEVICE void backward_math(const mk_backward_params &p, BackwardShared<Mx> &s, uint32_t warpgroup) { BackwardMath<Mx>{p, s}.run(warpgroup); }
 
 /* One thread of each CTA. */
-template <bool Mx> MK_DEVICE void backward_schedule(const mk_backward_params &, BackwardShared &s, BackwardProgram<Mx> &program)
+template <bool Mx> MK_DEVICE void backward_schedule(const mk_backward_params &, BackwardShared<Mx> &s, BackwardProgram<Mx> &program)
 {
     if (cluster_rank() == kScheduleRank<TileBackward>)
         gemm_schedule(s.gemm, program);
@@ -621,7 +652,7 @@ template <bool Mx> MK_DEVICE void backward_schedule(const mk_backward_params &, 
 #endif
 
 /* The dispatch role: one warp of each CTA. Rows come from the state's second ticket, in the order of the walk. */
-template <bool Mx> MK_DEVICE void backward_dispatch(const mk_backward_params &p, const mk_table &t, BackwardShared &s)
+template <bool Mx> MK_DEVICE void backward_dispatch(const mk_backward_params &p, const mk_table &t, BackwardShared<Mx> &s)
 {
     Dispatch<Mx, true> dispatch(p.rank, t, s.dispatch, &s.walk, &s.trace);
     int64_t first = 0, end = s.walk.num_tiles;

@@ -28,7 +28,7 @@ template <bool Mx> struct Pairing<BackwardProgram<Mx>> {
 };
 
 /* A K block: all 128 rows of A, as two boxes, and this CTA's half of B's, the second of which follows on the axis that is not contracted. */
-MK_DEVICE void backward_load_block(BackwardShared &s, uint32_t stage, const GemmTask &task, const LoadRun &r)
+template <bool Mx> MK_DEVICE void load_bf16_block(BackwardShared<Mx> &s, uint32_t stage, const GemmTask &task, const LoadRun &r)
 {
     const uint32_t full = smem_addr(&s.gemm.full[stage]), bar = cluster_addr(full, 0), a = smem_addr(s.gemm.a[stage]), b = smem_addr(s.gemm.b[stage]);
     const bool gate_up = stage_of(task.kind & TASK_KIND_MASK) == MK_TASK_GATE_UP, a_outer = is_wgrad(task);
@@ -42,10 +42,36 @@ MK_DEVICE void backward_load_block(BackwardShared &s, uint32_t stage, const Gemm
     tma_load_3d_pair(b + kBoxBytes, map_b, gate_up ? b_x : b_x + 64, gate_up ? r.b_y + 64 : r.b_y, r.b_depth, bar);
 }
 
+/* The same of e4m3, with scales: of this CTA's rows of A, and of both halves of B. The map of an operand's scales follows the operand's. */
+template <bool Mx> MK_DEVICE void load_scaled_block(BackwardShared<Mx> &s, uint32_t stage, const GemmTask &task, const LoadRun &r)
+{
+    const uint32_t full = smem_addr(&s.gemm.full[stage]), bar = cluster_addr(full, 0), a = smem_addr(s.gemm.a[stage]), b = smem_addr(s.gemm.b[stage]);
+    const int32_t high_y = (task.kind & TASK_KIND_MASK) == MK_TASK_GATE_UP ? r.b_y : r.b_y + (int32_t)TileBackward::cols / 2;
+    const mk_tensor_map *map_b = cluster_rank() == 1 ? r.b_high : r.b_low;
+    const int32_t b_y = cluster_rank() == 1 ? high_y : r.b_y, scale_x = r.a_x * 2; /* mk_tensor_scales; a_x and b_x are the same K */
+    if (cluster_rank() == 0)
+        mbar_arrive_expect_tx_release_cta(full, 2 * (kPairStageBytes + kStageScaleBytes));
+    tma_load_3d_pair(smem_addr(s.gemm.scales[stage][0]), r.a + 1, scale_x, r.a_y / MK_SCALE_ATOM_ROWS, 0, bar);
+    tma_load_3d_pair(smem_addr(s.gemm.scales[stage][1]), r.b_low + 1, scale_x, r.b_y / MK_SCALE_ATOM_ROWS, r.b_depth, bar);
+    tma_load_3d_pair(smem_addr(s.gemm.scales[stage][2]), r.b_high + 1, scale_x, high_y / MK_SCALE_ATOM_ROWS, r.b_depth, bar);
+    tma_load_3d_pair(a, r.a, r.a_x, r.a_y, 0, bar);
+    tma_load_3d_pair(a + kBoxBytes, r.a, r.a_x, r.a_y + 64, 0, bar);
+    tma_load_3d_pair(b, map_b, r.b_x, b_y, r.b_depth, bar);
+    tma_load_3d_pair(b + kBoxBytes, map_b, r.b_x, b_y + 64, r.b_depth, bar);
+}
+
+template <bool Mx> MK_DEVICE void backward_load_block(BackwardShared<Mx> &s, uint32_t stage, const GemmTask &task, const LoadRun &r)
+{
+    if constexpr (Mx)
+        if (is_scaled<Mx>(task.kind & TASK_KIND_MASK))
+            return load_scaled_block(s, stage, task, r);
+    load_bf16_block(s, stage, task, r);
+}
+
 /* What the backward's tasks want of the core. */
 template <bool Mx> struct BackwardTasks {
     const mk_backward_params &p;
-    BackwardShared &s;
+    BackwardShared<Mx> &s;
 
     /* Epilogues read what other CTAs wrote, by plain loads. */
     MK_MEMBER void see(uint32_t slot, uint32_t parity) const { wait_mbar(smem_addr(&s.ready[slot]), parity, "backward_math: operands of a task are ready"); }
@@ -54,6 +80,7 @@ template <bool Mx> struct BackwardTasks {
     {
         PairRecipe how;
         how.b_outer = stage_of(task.kind & TASK_KIND_MASK) != MK_TASK_GATE_UP;
+        how.scaled = is_scaled<Mx>(task.kind & TASK_KIND_MASK);
         if (!is_wgrad(task))
             return how;
         how.a_outer = true;
@@ -62,7 +89,7 @@ template <bool Mx> struct BackwardTasks {
         return how;
     }
 
-    MK_MEMBER void begin(const GemmTask &task, Acc<TileBackward> &acc, const WarpOut &out) const
+    MK_MEMBER void begin(const GemmTask &task, Acc<BackwardTile<Mx>> &acc, const WarpOut &out) const
     {
         Wgrad{p.rank, p.grads, p.rank.dims.intermediate}.preload(task, acc, out);
     }
@@ -75,22 +102,22 @@ template <bool Mx> struct BackwardTasks {
 
 template <bool Mx> struct BackwardEpilogue {
     BackwardMath<Mx> math;
-    MK_MEMBER void operator()(const GemmTask &task, const Acc<TileBackward> &acc, const WarpOut &out) const { math.finish(task, acc, out); }
+    MK_MEMBER void operator()(const GemmTask &task, const Acc<BackwardTile<Mx>> &acc, const WarpOut &out) const { math.finish(task, acc, out); }
 };
 
 template <bool Mx> MK_DEVICE void note_task(const BackwardEpilogue<Mx> &e, uint32_t number, TraceStamp stamp) { trace_stamp(e.math.p.rank, e.math.s.trace, number, stamp); }
 
 /* One warpgroup. */
-template <bool Mx> MK_DEVICE void backward_math(const mk_backward_params &p, BackwardShared &s, uint32_t warpgroup)
+template <bool Mx> MK_DEVICE void backward_math(const mk_backward_params &p, BackwardShared<Mx> &s, uint32_t warpgroup)
 {
     const BackwardEpilogue<Mx> epilogue = {{p, s}};
     pair_math(s.gemm, warpgroup, epilogue, BackwardTasks<Mx>{p, s});
 }
 
 /* One thread of each CTA. */
-template <bool Mx> MK_DEVICE void backward_schedule(const mk_backward_params &p, BackwardShared &s, BackwardProgram<Mx> &program)
+template <bool Mx> MK_DEVICE void backward_schedule(const mk_backward_params &p, BackwardShared<Mx> &s, BackwardProgram<Mx> &program)
 {
-    if (cluster_rank() == kScheduleRank<TileBackward>)
+    if (cluster_rank() == kScheduleRank<BackwardTile<Mx>>)
         pair_schedule(s.gemm, program);
     else
         pair_mma(s.gemm, BackwardTasks<Mx>{p, s});

@@ -69,6 +69,18 @@ private:
     }
 };
 
+/* Rows of I columns in the ring, or beside it, as this chip multiplies them. */
+#ifdef MK_SM100
+typedef MxScaledRows MxOperandRows;
+MK_DEVICE MxOperandRows mx_operand_rows(const mk_rank_params &r, int64_t place, bool counted = true)
+{
+    return {in_local<uint8_t>(r, place), r.dims.intermediate, MK_RING_ROWS(&r.dims), counted ? mx_not_finite(r) : nullptr};
+}
+#else
+typedef MxRoundedRows MxOperandRows;
+MK_DEVICE MxOperandRows mx_operand_rows(const mk_rank_params &r, int64_t place, bool counted = true) { return {in_local<bf16>(r, place), r.dims.intermediate, counted ? mx_not_finite(r) : nullptr}; }
+#endif
+
 /* Rows of the context in MXFP8 (mx/mx.h): the first `limit` table rows; base null: none. */
 struct MxSavedRows {
     uint8_t *base;

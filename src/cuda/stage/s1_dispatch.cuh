@@ -58,7 +58,7 @@ template <bool Mx, bool Backward = false> struct Dispatch {
     uint32_t parities = 0;    /* bit s: parity of the next filling of slot s */
     uint32_t pulled = 0, pulled_peer = 0, copied = 0; /* this lane's, of this launch */
     uint32_t stop = 0;        /* an mbarrier after whose first phase no more rows are drawn; 0: none */
-    static constexpr bool kScaled = Mx && !Backward && kMultipliesMx;
+    static constexpr bool kScaled = Mx && kMultipliesMx;
 
     MK_MEMBER Dispatch(const mk_rank_params &rank, const mk_table &table, DispatchShared &shared, const mk_walk *fused, TraceShared *fused_trace = nullptr)
         : r(rank), t(table), s(shared), walk(fused), trace(fused_trace), backward(Mx ? Backward : fused && fused->pass == MK_PASS_BACKWARD)

@@ -19,22 +19,14 @@ MK_DEVICE SwigluRows<RingRows, SavedRows> gate_up_epilogue(const mk_rank_params 
     return {{in_local<bf16>(r, shared ? m.shared_h : m.ring_h), cols}, {gate, cols, saved_rows}, {up, cols, saved_rows}, r.swiglu_limit};
 }
 
-#ifdef MK_SM100
-typedef MxScaledRows MxRingRows;
-MK_DEVICE MxRingRows ring_h(const mk_rank_params &r, uint64_t *not_finite) { return {in_local<uint8_t>(r, r.memory.ring_h), r.dims.intermediate, MK_RING_ROWS(&r.dims), not_finite}; }
-#else
-typedef MxRoundedRows MxRingRows;
-MK_DEVICE MxRingRows ring_h(const mk_rank_params &r, uint64_t *not_finite) { return {in_local<bf16>(r, r.memory.ring_h), r.dims.intermediate, not_finite}; }
-#endif
-
 /* The same in MXFP8. Routed rows: h as s4_down multiplies it, gate and up quantised. A recompute's h is nobody's, and not counted. */
-MK_DEVICE MxSwigluRows<MxRingRows, MxSavedRows> gate_up_epilogue_mx(const mk_rank_params &r, void *context_memory, bool recompute)
+MK_DEVICE MxSwigluRows<MxOperandRows, MxSavedRows> gate_up_epilogue_mx(const mk_rank_params &r, void *context_memory, bool recompute)
 {
     const mk_memory &m = r.memory;
     const int64_t cols = r.dims.intermediate, saved_rows = r.dims.saved_tiles * MK_ROW_TILE;
     uint8_t *context = r.dims.saved_tiles ? static_cast<uint8_t *>(context_memory) : nullptr;
     uint8_t *gate = context ? context + m.saved_gate : nullptr, *up = context ? context + m.saved_up : nullptr;
-    return {ring_h(r, recompute ? nullptr : mx_not_finite(r)), {gate, cols, saved_rows}, {up, cols, saved_rows}, r.swiglu_limit};
+    return {mx_operand_rows(r, m.ring_h, !recompute), {gate, cols, saved_rows}, {up, cols, saved_rows}, r.swiglu_limit};
 }
 
 /* The shared expert's rows in a kernel of MXFP8. */
@@ -57,7 +49,7 @@ template <class Tile> MK_DEVICE void s2_gate_up(const mk_gemm_params &p)
 template <class Tile> MK_DEVICE void s2_gate_up_mx(const mk_gemm_params &p)
 {
     MxStageProgram<Tile> program(p, Tile::cols / 2);
-    const MxSwigluRows<MxRingRows, MxSavedRows> epilogue = gate_up_epilogue_mx(p.rank, p.context, p.recompute);
+    const MxSwigluRows<MxOperandRows, MxSavedRows> epilogue = gate_up_epilogue_mx(p.rank, p.context, p.recompute);
     gemm_cta<Tile>(program, epilogue);
 }
 

@@ -25,7 +25,7 @@ MK_DEVICE SwigluGrad swiglu_backward(float dh, float gate, float up, float weigh
 /* Buffers says where things are, each time anew (which costs no register between): gate(task), up(task), const bf16 *, moved so that
  * dgate's offsets fit; cols(task), I or Is; dgate(task), dup(task), weighted_h(task), bf16 *; weights(task), of rows; partial(task), [rows, cols / 64].
  * Mx, of the routed experts: saved gate and up are in MXFP8 (is_packed(task), packed_gate(task), packed_up(task), uint8_t *), and dgate and dup are
- * wanted a second time, quantised along the columns (is_rounded(task), wide_dgate(task), wide_dup(task), bf16 *; not_finite()). */
+ * wanted a second time, quantised along the columns (is_rounded(task); flush_dgate, flush_dup: a chunk of them, from a half of the staging memory). */
 template <bool Mx, class Buffers> struct SwigluBackward {
     Buffers buffers;
     float limit;            /* infinity: no clamp */
@@ -112,8 +112,8 @@ template <bool Mx, class Buffers> struct SwigluBackward {
             places(task, row).flush(buffers.dgate(task), col, low);
             if constexpr (Mx) /* both here, before gate and up are read ahead: there are not registers for all */
                 if (buffers.is_rounded(task)) {
-                    mx_flush(places(task, row), buffers.wide_dgate(task), col, low, buffers.not_finite());
-                    mx_flush(places(task, row), buffers.wide_dup(task), col, high, buffers.not_finite());
+                    buffers.flush_dgate(task, row, col, low);
+                    buffers.flush_dup(task, row, col, high);
                 }
             store_sums(task, row, col, sum);
             sync_warp();
