@@ -429,7 +429,7 @@ static void measure(FILE *json, const Shape &s, bool latency, int tries, int pai
 
 int main(int argc, char **argv)
 {
-    int tries = 40, pairs = 30, yield_us = 0;
+    int tries = 40, pairs = 30, yield_us = 180;
     const char *file = nullptr;
     for (int i = 1; i < argc; i += 2) {
         if (i + 1 == argc) {
@@ -462,7 +462,7 @@ int main(int argc, char **argv)
     printf("%s, CUDA driver %d, seed %llu\n", device.name, driver, (unsigned long long)seed);
     if (json)
         fprintf(json, "[\n");
-    const Shape shapes[] = {{"kimi-k2.7-code-share", 8192, 7168, 2048, 6, 8}, {"kimi-k2.7-code-share", 2048, 7168, 2048, 6, 8}, {"qwen3-30b-a3b", 8192, 2048, 768, 128, 8}};
+    const Shape shapes[] = {{"kimi-k2.7-code, 8 experts", 8192, 7168, 2048, 8, 8}, {"kimi-k2.7-code, 8 experts", 2048, 7168, 2048, 8, 8}, {"qwen3-30b-a3b", 8192, 2048, 768, 128, 8}};
     for (const Shape &s : shapes)
         measure(json, s, &s == shapes, tries, pairs, yield_us, seed);
     if (json) {

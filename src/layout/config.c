@@ -214,8 +214,6 @@ mok_status mk_resolve(mok_config *c, int32_t num_ranks, int32_t rank, mk_machine
         c->routed_hidden = c->hidden;
     if (!c->timeout_ms)
         c->timeout_ms = 600000;
-    if (!c->yield_us)
-        c->yield_us = 180;
     MK_TRY(resolve_schedule(c, num_ranks, machine));
 
     memset(d, 0, sizeof *d);

@@ -424,7 +424,7 @@ TEST(a_long_pass_has_spare_clusters)
     cfg.yield_us = 1; /* 12.9 GFLOP, by 132 SMs at 3 TFLOP/s in 32,537 ns: 260 intervals of 125 ns */
     CHECK_EQ(forward_grid(&cfg, 1024), 2 * (FAKE_CLUSTERS + 260));
     CHECK_EQ(forward_grid(&cfg, 100), 2 * FAKE_CLUSTERS); /* over in 3,178 ns, before four times yield_us */
-    cfg.yield_us = 0; /* 180 */
+    cfg.yield_us = 0; /* only if asked for */
     CHECK_EQ(forward_grid(&cfg, 1024), 2 * FAKE_CLUSTERS);
     cfg.yield_us = -1;
     CHECK_EQ(forward_grid(&cfg, 1024), 2 * FAKE_CLUSTERS);

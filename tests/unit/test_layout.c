@@ -241,7 +241,6 @@ TEST(resolve_fills_every_choice)
         CHECK_EQ(c.router_dtype, MOK_FP32);
         CHECK_EQ(c.routed_hidden, c.hidden);
         CHECK_EQ(c.timeout_ms, 600000);
-        CHECK_EQ(c.yield_us, 180);
         CHECK_EQ(c.minibatch_rows % 128 + c.minibatch_rows_bwd % 128 + c.ring_rows % 128 + c.save_rows % 128, 0);
         CHECK(c.minibatch_rows > 0 && c.minibatch_rows_bwd > 0);
         CHECK(c.ring_rows >= 2 * mk_max(c.minibatch_rows, c.minibatch_rows_bwd));

@@ -87,7 +87,7 @@ static int64_t pass_blocks(const cuda_call *c, mk_cuda_kernel kernel, int produc
     int64_t resident = resident_clusters(c, kernel), size = mk_cuda_kernel_shapes[kernel].cluster;
     int32_t us = c->w->config.yield_us;
     *yield = (mk_yield_params){.num_resident = (uint32_t)resident};
-    if (us < 0 || c->s->reserve_clusters || c->s->rank.trace.memory)
+    if (us < 0 || (us == 0 && !c->s->device->blackwell) || c->s->reserve_clusters || c->s->rank.trace.memory)
         return resident * size;
     if (c->s->device->blackwell)
         return resident * size * LAUNCH_ROUNDS;
