@@ -38,6 +38,7 @@ static mok_config shape_of(int64_t hidden, int64_t width, int64_t shared, int64_
 {
     mok_config c = {.hidden = hidden, .intermediate = width, .shared_intermediate = shared, .num_experts = experts, .topk = topk};
     c.shared_gate = shared > 0;
+    c.timeout_ms = 20000; /* what hangs is to be named before a test's time is over */
     return c;
 }
 

@@ -93,8 +93,8 @@ static inline int test_main(int argc, char **argv)
 {
     const char *env = getenv("MOK_TEST_SEED");
     test_seed_value = env ? strtoull(env, NULL, 0) : (uint64_t)time(NULL) * 1000003u + (uint64_t)getpid();
+    setvbuf(stdout, NULL, _IOLBF, 0); /* a test that is killed shows how far it came */
     printf("seed: MOK_TEST_SEED=%llu\n", (unsigned long long)test_seed_value);
-    setvbuf(stdout, NULL, _IOLBF, 0);
     signal(SIGALRM, test_on_alarm);
     int failed = 0, passed = 0, skipped = 0;
     for (test_case *c = test_first; c; c = c->next) {
