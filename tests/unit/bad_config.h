@@ -67,7 +67,7 @@ static inline mok_config good_config(void)
     X(c->ring_rows = -1, MOK_E_ARG, "ring_rows is -1")                                                                         \
     X(c->ring_rows = (int64_t)1 << 31, MOK_E_ARG, "ring_rows is 2147483648")                                                   \
     X((c->ring_rows = 300, c->minibatch_rows = 256), MOK_E_SHAPE, "ring_rows 384 is smaller than two minibatches (256 rows forward") \
-    X((c->ring_rows = 256, c->minibatch_rows_bwd = 129), MOK_E_SHAPE, "256 backward): it must be at least 512")                \
+    X((c->ring_rows = 256, c->minibatch_rows_bwd = 129), MOK_E_SHAPE, "ring_rows 256 is smaller than two minibatches (")       \
     X(c->minibatch_rows = -1, MOK_E_ARG, "minibatch_rows is -1")                                                               \
     X(c->minibatch_rows = (1 << 20) + 1, MOK_E_ARG, "minibatch_rows is 1048577")                                               \
     X(c->minibatch_rows_bwd = -128, MOK_E_ARG, "minibatch_rows_bwd is -128")                                                   \
