@@ -146,7 +146,7 @@ WRONG = [
     ("stage/s1_dispatch.cuh", "const uint32_t rows = d.moves ? 1 + ", "(uint32_t)d.duplicates", ["0"]),
     ("stage/s1_dispatch.cuh", "MK_COUNTER_s1_copies_done, ", "d.from / MK_ROW_TILE", ["tile"]),
     ("stage/stage.cuh", "tickets[", "1 - ticket", ["ticket"]),
-    ("stage/weights.cuh", "if (", "low == last", ["last"]),
+    ("stage/weights.cuh", "if (", "low == last", ["last != nullptr"]),
     ("stage/weights.cuh", "tensor_map_set_address(smem_addr(scratch), address + ", "from.offset", ["0"]),
     ("layout/depend.h", "MK_COUNTER_s1_copies_done, old, old + 1, ", "t->copies_out_fwd[old]", ["0", "t->copies_out_fwd[old] + 1"]),
     ("layout/depend.h", "MK_COUNTER_s2_tasks_done, old, old + 1, ", "mk_raised(g, g->gate_up)", ["0", "mk_raised(g, g->gate_up) + 1"]),
