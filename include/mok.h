@@ -429,13 +429,14 @@ MOK_API mok_status mok_mx_quantise(const mok_mx_quantise_args *args, void *strea
  * each time, in the workspace, unless it is given them: made here once per version of the weights, kept by the caller. The same bits. */
 typedef struct mok_mx_widen_args {
     uint32_t struct_size, api_version;
-    mok_weights weights;  /* the routed ones, as a pass takes them: bf16 or quantised. One that is not given (in that quantisation) is left out,
-                           * and so is an expert whose pointer is NULL */
+    mok_weights weights;  /* the routed ones, as a pass takes them: bf16 or quantised. One that is not given (in that quantisation) is left out */
     void *wide;           /* out or NULL: for forward, recompute and replayed rows: plan.wide_bytes bytes, 256-byte aligned */
     void *wide_dgrad;     /* out or NULL: for the backward, as many */
 } mok_mx_widen_args;
 /* On the stream, behind what it holds; not collective, and uses no memory of the workspace, whose configuration alone counts. Where plan.wide_bytes
- * is 0 (cpu; BF16; chips that multiply MXFP8 as it is) nothing is to be done, and wide and wide_dgrad must be NULL, here and in passes. */
+ * is 0 (cpu; BF16; chips that multiply MXFP8 as it is) nothing is to be done, and wide and wide_dgrad must be NULL, here and in passes.
+ * An expert whose pointer is NULL is refused, MOK_E_ARG, by name: on cpu at once; on cuda, where only the device sees the table, by this rank's next
+ * forward, recompute or backward of the workspace, which the other ranks hear of as of any refusal. */
 MOK_API mok_status mok_mx_widen(mok_workspace *workspace, const mok_mx_widen_args *args, void *stream);
 /* Bytes of the scales of one [rows, cols] matrix with blocks along cols; 0 if a size is below 0 or no multiple of 32. */
 MOK_API int64_t mok_mx_scale_bytes(int64_t rows, int64_t cols);

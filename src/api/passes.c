@@ -227,7 +227,7 @@ mok_status mok_mx_widen(mok_workspace *w, const mok_mx_widen_args *args, void *s
     MK_TRY(check_wide(w, "wide", a.wide, false));
     MK_TRY(check_wide(w, "wide_dgrad", a.wide_dgrad, false));
     MK_TRY(check_routed_weights(w, &a.weights, (weight_reads){.gate_up = false})); /* none is needed */
-    return a.wide || a.wide_dgrad ? w->backend->mx_widen(w, &a, stream) : MOK_OK;
+    return w->backend->mx_widen(w, &a, stream);
 }
 
 mok_status mok_refuse(mok_workspace *w, mok_call_kind call, uint64_t layer, const char *sentence, void *stream)

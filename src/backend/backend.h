@@ -49,7 +49,7 @@ typedef struct mk_backend {
     mok_status (*memory_copy)(mok_workspace *w, void *to, const void *from, size_t bytes);
     /* mok_mx_quantise, its arguments checked. NULL: this backend does not do it. */
     mok_status (*mx_quantise)(const mok_mx_quantise_args *args, void *stream);
-    /* mok_mx_widen, its arguments checked; NULL: plan.wide_bytes is always 0. */
+    /* mok_mx_widen, its arguments checked. Where plan.wide_bytes is 0 it only looks at tables of pointers. */
     mok_status (*mx_widen)(mok_workspace *w, const mok_mx_widen_args *args, void *stream);
     /* mok_stage_times_start, mok_stage_times_read; NULL: it has none. */
     mok_status (*stage_times_start)(mok_workspace *w);

@@ -130,6 +130,16 @@ static mok_status run(mok_workspace *w, const mk_call *call, void *stream)
     return call->operation == MK_OP_SCHEDULE ? mk_cpu_s0_schedule(w, call) : mk_cpu_pass(w, call);
 }
 
+/* Products widen what they read as they read it: nothing to do but to refuse what a GPU would. */
+static mok_status mx_widen(mok_workspace *w, const mok_mx_widen_args *a, void *stream)
+{
+    int64_t experts = w->dims.experts_count;
+    (void)stream;
+    MK_TRY(check_pointers("gate", &a->weights.gate, experts));
+    MK_TRY(check_pointers("up", &a->weights.up, experts));
+    return check_pointers("down", &a->weights.down, experts);
+}
+
 static mok_status wait_done(mok_workspace *w, bool block)
 {
     (void)w;
@@ -188,6 +198,7 @@ const mk_backend mk_backend_cpu = {
     .memory_alloc = memory_alloc,
     .memory_free = memory_free,
     .memory_copy = memory_copy,
+    .mx_widen = mx_widen,
     .mx_quantise = mx_quantise,
     .mxfp8 = true,
 };

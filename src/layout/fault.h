@@ -58,6 +58,7 @@ typedef struct mk_device_state {
     int64_t done[5];      /* by mk_operation: calls not skipped. A schedule counts once its head is written, a pass at check_call */
     uint64_t first_bad_id; /* s0: smallest (rank, route) with an id out of range; ~0: none */
     uint64_t bad_weight;  /* smallest (weight, expert, what) of a pointer that cannot be used, found before a call opens; ~0: none (stage/weights.cuh) */
+    uint64_t bad_widened; /* the same of what mok_mx_widen was given: stays until a pass has told it */
     mk_missing_counter missing; /* of given_up: the first of them */
     mk_absent absent;     /* a rank that did not come to a barrier; stays, as given_up does */
     mk_fault fault;       /* of this or an earlier call; the host takes it */

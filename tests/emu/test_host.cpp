@@ -270,6 +270,32 @@ static void null_expert(Mistake &m)
 }
 TEST(an_expert_without_an_address_is_named_as_on_the_cpu) { check_mistake(null_expert, "rank 1 refused its forward call of layer 4: weights.up.experts[0] is NULL"); }
 
+/* Only the device sees that table, and it is nobody's call: the next pass tells. */
+static void widen_null_expert(Mistake &m)
+{
+    void *table = nullptr;
+    mok_mx_widen_args a = MOK_INIT(mok_mx_widen_args);
+    CHECK_EQ(mok_memory_alloc(m.w, 64, &table), MOK_OK);
+    a.weights.gate.packed = m.matrix;
+    a.weights.down.experts = static_cast<const void *const *>(table);
+    point_at(m, table, 0, m.rank == 1 ? 1 : -1);
+    m.step(mok_mx_widen(m.w, &a, nullptr));
+    good_pass(m); /* the schedule is good, the forward tells */
+    good_pass(m);
+    mok_memory_free(m.w, table);
+}
+TEST(an_expert_without_an_address_is_not_widened_and_the_next_pass_names_it)
+{
+    for (const std::string &said : make_mistake(MOK_BACKEND_CUDA, widen_null_expert, 2)) {
+        const bool tells = said.find("step 2") != std::string::npos, own = said.find("rank 1") == 0;
+        const char *want = !tells ? "MOK_OK"
+                           : own  ? "MOK_E_ARG: mok_mx_widen: weights.down.experts[1] is NULL"
+                                  : "MOK_E_PEER: rank 1 refused its forward call of layer 4: mok_mx_widen: weights.down.experts[1] is NULL";
+        if (said.find(want) == std::string::npos)
+            TEST_FAILED("%s; expected %s", said.c_str(), want);
+    }
+}
+
 static void odd_expert(Mistake &m)
 {
     void *table = nullptr;

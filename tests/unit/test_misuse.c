@@ -354,6 +354,11 @@ static void bad_calls(ranks_env *e)
     RANKS_OK(mok_mx_widen(e->w, &widen, NULL)); /* nothing to do */
     widen.wide_dgrad = g->context;
     EXPECT(mok_mx_widen(e->w, &widen, NULL), MOK_E_ARG, "wide_dgrad is given, but plan.wide_bytes is 0: here passes read no widened weights");
+    const void *experts[64] = {g->f.weights.down.packed};
+    CHECK(e->plan.experts_count > 1 && e->plan.experts_count <= 64);
+    widen.wide_dgrad = NULL;
+    widen.weights.down.experts = experts;
+    EXPECT(mok_mx_widen(e->w, &widen, NULL), MOK_E_ARG, "weights.down.experts[1] is NULL");
     EXPECT(mok_forward(NULL, &g->f, NULL), MOK_E_ARG, "workspace is NULL");
     EXPECT(mok_forward(e->w, NULL, NULL), MOK_E_ARG, "mok_forward_args is NULL");
     EXPECT(mok_recompute(NULL, &g->f, NULL), MOK_E_ARG, "workspace is NULL");

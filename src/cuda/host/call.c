@@ -135,60 +135,14 @@ static mok_status publish_mx(const cuda_call *c, const void *tokens, int64_t pla
     return launch(c, MK_CUDA_mok_mx_quantise_rows, blocks_for(c, mk_ceil_div(p.num_rows, 8)), &p, 0);
 }
 
-/* Weights by pointer: where one weight's matrices come from. used: this call multiplies with it. */
-static mk_weight_source weight_source(const mok_weight *m, int64_t count, int64_t expert_bytes, int64_t offset, bool used, bool mapped)
-{
-    return (mk_weight_source){.experts = m->experts, .packed = m->packed, .expert_bytes = expert_bytes, .offset = offset, .mapped = mapped,
-                              .count = used && (mapped || m->experts) ? (int32_t)count : 0};
-}
-
-/* Three places of mk_weight_maps_params, of the routed experts or the shared one. */
-static void fill_weight_sources(const cuda_call *c, bool shared, mk_weight_source *to)
-{
-    const mok_workspace *w = c->w;
-    const mok_weights *m = c->weights;
-    bool separate = w->config.gate_up == MOK_GATE_UP_SEPARATE, mapped = mk_cuda_maps_experts(w, m, shared), down = c->operation != MK_OP_RECOMPUTE;
-    int64_t width = shared ? w->dims.shared_intermediate : w->dims.intermediate, matrix = width * w->dims.hidden * 2, pair = separate ? matrix : 2 * matrix;
-    int64_t count = shared ? width && c->open.num_tokens : w->dims.capacity_tiles ? w->dims.experts_count : 0;
-    const mok_weight *gate = shared ? &m->shared_gate : &m->gate, *up = !separate ? gate : shared ? &m->shared_up : &m->up;
-    to[MK_GRAD_GATE] = weight_source(gate, count, pair, 0, true, mapped);
-    to[MK_GRAD_UP] = weight_source(up, count, pair, mk_cuda_up_offset(w, width), true, mapped);
-    to[MK_GRAD_DOWN] = weight_source(shared ? &m->shared_down : &m->down, count, matrix, 0, down, mapped);
-}
-
-static void fill_weight_maps(const mk_cuda_state *s, mk_operation operation, bool shared, mk_tensor_map *to)
-{
-    const mk_cuda_gemm *gate_up = &s->gemm[shared ? MK_GEMM_SHARED_GATE_UP : MK_GEMM_GATE_UP], *down = &s->gemm[shared ? MK_GEMM_SHARED_DOWN : MK_GEMM_DOWN];
-    const mk_tensor_map *backward = s->backward + (shared ? MK_MAP_SHARED : 0) + MK_MAP_WGATE;
-    bool back = operation == MK_OP_BACKWARD;
-    to[MK_GRAD_GATE] = back ? backward[MK_GRAD_GATE] : gate_up->b_low;
-    to[MK_GRAD_UP] = back ? backward[MK_GRAD_UP] : gate_up->b_high;
-    to[MK_GRAD_DOWN] = back ? backward[MK_GRAD_DOWN] : down->b_low;
-}
-
 /* Before the call opens, which tells all ranks of a pointer that cannot be used. */
 static mok_status make_weight_maps(const cuda_call *c)
 {
-    mk_weight_maps_params p = {.rank = c->s->rank};
-    int64_t matrices = 0;
+    mk_weight_maps_params p;
     if (!c->weights || c->refused)
         return MOK_OK;
-    for (int shared = 0; shared < 2; shared++)
-        fill_weight_sources(c, shared, p.source + shared * MK_EXPERT_MAPS);
-    for (int i = 0; i < MK_WEIGHT_PLACES; i++)
-        matrices += p.source[i].count;
-    if (!matrices)
-        return MOK_OK;
-    for (int shared = 0; shared < 2; shared++)
-        fill_weight_maps(c->s, c->operation, shared, p.like + shared * MK_EXPERT_MAPS);
-    return launch(c, MK_CUDA_mok_weight_maps, mk_ceil_div(matrices, 4), &p, 0);
-}
-
-/* What the GEMMs of a pass take instead of maps of all experts; NULL: packed. */
-static const mk_tensor_map *weight_maps(const cuda_call *c, bool shared)
-{
-    int64_t place = shared ? c->w->memory.shared_maps : c->w->memory.expert_maps;
-    return mk_cuda_maps_experts(c->w, c->weights, shared) ? (const mk_tensor_map *)(const void *)(c->w->local + place) : NULL;
+    int64_t matrices = mk_cuda_weight_maps(c->w, c->operation, c->weights, c->open.num_tokens, &p);
+    return matrices ? launch(c, MK_CUDA_mok_weight_maps, mk_ceil_div(matrices, MK_WEIGHT_MAPS_PER_BLOCK), &p, 0) : MOK_OK;
 }
 
 static mok_status open_call(cuda_call *c, call_inputs in)
@@ -343,7 +297,7 @@ static mk_gemm_params gemm_params(const cuda_call *c, mk_gemm_id id, const mok_f
     return (mk_gemm_params){.a = g->a, .b_low = g->b_low, .b_high = g->b_high, .a_scales = g->a_scales, .b_low_scales = g->b_low_scales, .b_high_scales = g->b_high_scales, .rank = c->s->rank, .schedule = (void *)(uintptr_t)a->schedule,
                             .context = a->context, .num_tokens = a->num_tokens, .recompute = c->operation == MK_OP_RECOMPUTE,
                             .shared = id >= MK_GEMM_SHARED_GATE_UP,
-                            .expert_maps = weight_maps(c, id >= MK_GEMM_SHARED_GATE_UP), .num_cols = g->num_cols, .num_k_blocks = g->num_k_blocks, .b_high_row = g->b_high_row};
+                            .expert_maps = mk_cuda_expert_maps(c->w, c->weights, id >= MK_GEMM_SHARED_GATE_UP), .num_cols = g->num_cols, .num_k_blocks = g->num_k_blocks, .b_high_row = g->b_high_row};
 }
 
 /* Row tiles: of a minibatch, or of the shared expert. */
@@ -390,7 +344,8 @@ static mok_status launch_fused(cuda_call *c, const mok_forward_args *a, bool dow
     const mk_cuda_gemm *g = c->s->gemm;
     const mk_dims *d = &c->w->dims;
     mk_forward_params p = {.rank = c->s->rank, .schedule = (void *)(uintptr_t)a->schedule, .context = a->context, .num_tokens = a->num_tokens,
-                           .recompute = !down, .expert_maps = weight_maps(c, false), .shared_maps = weight_maps(c, true)};
+                           .recompute = !down, .expert_maps = mk_cuda_expert_maps(c->w, c->weights, false),
+                           .shared_maps = mk_cuda_expert_maps(c->w, c->weights, true)};
     if (d->capacity_tiles) {
         p.ring_x = g[MK_GEMM_GATE_UP].a;
         p.gate = g[MK_GEMM_GATE_UP].b_low;
@@ -476,7 +431,8 @@ static mk_backward_params backward_params(const cuda_call *c, const mok_backward
     mk_backward_params p = {.rank = c->s->rank, .schedule = (void *)(uintptr_t)a->schedule, .context = c->w->dims.saved_tiles ? a->context : NULL,
                             .shared_output_gate = a->weights.shared_output_gate, .ready = a->grads.ready, .ready_value = a->grads.ready_value,
                             .num_tokens = a->num_tokens, .want_data = a->parts != MOK_BACKWARD_WEIGHTS, .want_weights = c->open.want_weights,
-                            .expert_maps = weight_maps(c, false), .shared_maps = weight_maps(c, true)};
+                            .expert_maps = mk_cuda_expert_maps(c->w, c->weights, false),
+                            .shared_maps = mk_cuda_expert_maps(c->w, c->weights, true)};
     mk_tensor_map *to[MK_NUM_BACKWARD_MAPS] = {&p.ring_x, &p.ring_dout, &p.ring_gate, &p.ring_up, &p.ring_h, &p.gate, &p.up, &p.down,
                                                &p.shared_x, &p.shared_dout, &p.shared_dgate, &p.shared_dup, &p.shared_wh, &p.shared_gate, &p.shared_up, &p.shared_down,
                                                &p.dgrad_dgate, &p.dgrad_dup, &p.wgrad_x, &p.wgrad_dout, &p.replay_gate, &p.replay_up,

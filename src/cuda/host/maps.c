@@ -44,19 +44,6 @@ void mk_cuda_choose_tiles(mok_workspace *w, const char *wish)
     }
 }
 
-int64_t mk_cuda_up_offset(const mok_workspace *w, int64_t width)
-{
-    int64_t row = w->dims.hidden * 2;
-    return w->config.gate_up == MOK_GATE_UP_SEPARATE ? 0 : w->config.gate_up == MOK_GATE_UP_COMBINED ? width * row : row;
-}
-
-bool mk_cuda_maps_experts(const mok_workspace *w, const mok_weights *m, bool shared)
-{
-    if (shared)
-        return m->shared_gate.experts || m->shared_up.experts || m->shared_down.experts;
-    return !w->dims.mx && (m->gate.experts || m->up.experts || m->down.experts);
-}
-
 /* The weights as stacks [experts, rows, cols]: gate and up may be halves of one matrix, or its even and odd rows. Routed ones of MXFP8: those in
  * `wide` (mk_cuda_wide). By pointer: one expert's, at no address of its own, as the device needs it. */
 static void describe_weights(const mok_workspace *w, mk_gemm_id id, const mok_weights *m, const char *wide, uint32_t box, mk_tensor *low, mk_tensor *high)

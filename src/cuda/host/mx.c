@@ -36,16 +36,21 @@ static mok_status check_memory(const mk_cuda_driver *api, const char *name, cons
     return MOK_OK;
 }
 
-static mok_status launch(const mk_cuda_device *d, mk_cuda_kernel kernel, int64_t pieces, void *p, void *stream)
+static mok_status launch_blocks(const mk_cuda_device *d, mk_cuda_kernel kernel, int64_t blocks, void *p, void *stream)
 {
     const mk_cuda_kernel_shape *shape = &mk_cuda_kernel_shapes[kernel];
-    int64_t blocks = mk_max(mk_min(pieces, (int64_t)d->num_sms * BLOCKS_PER_SM), 1);
     mk_cu_launch config = {.grid_x = (unsigned)blocks, .grid_y = 1, .grid_z = 1, .block_x = shape->threads, .block_y = 1, .block_z = 1,
                            .shared_bytes = shape->shared, .stream = stream};
     void *list[] = {p};
     MK_CUDA_TRY(d->api->cuLaunchKernelEx(&config, d->kernels.function[kernel], list, NULL), "launching %s (%u blocks on device %d)", shape->name,
                 config.grid_x, d->ordinal);
     return MOK_OK;
+}
+
+/* Of kernels that spread their work over whatever grid there is. */
+static mok_status launch(const mk_cuda_device *d, mk_cuda_kernel kernel, int64_t pieces, void *p, void *stream)
+{
+    return launch_blocks(d, kernel, mk_max(mk_min(pieces, (int64_t)d->num_sms * BLOCKS_PER_SM), 1), p, stream);
 }
 
 static mok_status launch_both(const mk_cuda_device *d, const mok_mx_quantise_args *a, mk_cu_pointer not_finite, void *stream)
@@ -202,8 +207,14 @@ static mok_status widen_all(const mok_workspace *w, const mok_weights *weights, 
     return MOK_OK;
 }
 
+/* An expert that has no address is told by the next pass, whatever the chip. */
 mok_status mk_cuda_mx_widen(mok_workspace *w, const mok_mx_widen_args *a, void *stream)
 {
+    const mk_cuda_state *s = w->state;
+    mk_weight_maps_params p;
+    int64_t matrices = mk_cuda_weights_to_widen(w, &a->weights, &p);
+    if (matrices)
+        MK_TRY(launch_blocks(s->device, MK_CUDA_mok_weight_maps, mk_ceil_div(matrices, MK_WEIGHT_MAPS_PER_BLOCK), &p, stream));
     MK_TRY(widen_all(w, &a->weights, MK_QUANT_FORWARD, a->wide, stream));
     return widen_all(w, &a->weights, MK_QUANT_DGRAD, a->wide_dgrad, stream);
 }

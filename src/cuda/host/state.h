@@ -3,6 +3,7 @@
  *   cuda.c    the backend table: open, close, check, wait, stats, memory
  *   call.c    one call: which kernels, in which order, with which parameters and grids
  *   maps.c    the tensor maps of the GEMMs
+ *   weights.c weights by pointer
  *   mx.c      quantisation of weights, without a workspace; a layer's weights widened
  *   meet.c    the barrier of ranks that share a GPU
  *   times.c   how long each stage took, for benchmarks
@@ -93,10 +94,18 @@ typedef struct mk_cuda_state {
 void mk_cuda_choose_tiles(mok_workspace *w, const char *wish);
 mok_status mk_cuda_encode_gemm(mok_workspace *w, mk_gemm_id id, const mok_forward_args *a);
 mok_status mk_cuda_encode_backward(mok_workspace *w, const mok_backward_args *a);
+
+/* weights.c */
 /* Do the GEMMs see each expert's weights (or the shared expert's) through maps of its own? If one weight comes by pointer, all do. */
 bool mk_cuda_maps_experts(const mok_workspace *w, const mok_weights *weights, bool shared);
+/* Those maps, which GEMMs take instead of maps of all experts; NULL: packed. */
+const mk_tensor_map *mk_cuda_expert_maps(const mok_workspace *w, const mok_weights *weights, bool shared);
 /* Bytes from the first row of gate to the first of up, in a matrix that holds both. */
 int64_t mk_cuda_up_offset(const mok_workspace *w, int64_t width);
+/* What makes the maps of a pass, behind mk_cuda_encode_gemm or _backward, and what only looks at the pointers that mok_mx_widen is given. -> for how many matrices;
+ * 0: there is nothing to launch. */
+int64_t mk_cuda_weight_maps(const mok_workspace *w, mk_operation operation, const mok_weights *weights, int64_t num_tokens, mk_weight_maps_params *p);
+int64_t mk_cuda_weights_to_widen(const mok_workspace *w, const mok_weights *weights, mk_weight_maps_params *p);
 
 /* call.c */
 mok_status mk_cuda_run(mok_workspace *w, const mk_call *call, void *stream);

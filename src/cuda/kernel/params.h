@@ -113,7 +113,7 @@ typedef struct mk_begin_params {
 
 /* Weights that come as one pointer for each expert: the maps that the GEMMs read them through. They are made on the device, because the addresses
  * are read while the pass runs. Places 0..2: gate, up and down of the routed experts; 3..5: of the shared one. */
-enum { MK_WEIGHT_PLACES = 2 * MK_EXPERT_MAPS };
+enum { MK_WEIGHT_PLACES = 2 * MK_EXPERT_MAPS, MK_WEIGHT_MAPS_PER_BLOCK = 4 };
 typedef struct mk_weight_source {
     const void *const *experts; /* [count] addresses of matrices; or NULL: */
     const void *packed;         /* the first matrix, */
@@ -126,6 +126,7 @@ typedef struct mk_weight_maps_params {
     mk_rank_params rank;
     mk_tensor_map like[MK_WEIGHT_PLACES]; /* [1, N, K] at any address */
     mk_weight_source source[MK_WEIGHT_PLACES];
+    uint64_t *bad_weight;       /* in mk_device_state: where a pointer that cannot be used is noted */
 } mk_weight_maps_params;
 
 typedef struct mk_s0_params {

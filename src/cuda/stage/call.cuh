@@ -80,13 +80,13 @@ MK_DEVICE void tell_absent(const mk_rank_params &r)
         fault_set(r, MK_FAULT_TIMEOUT, a.rank, call_head(r, r.dims.rank, load(&device_state(r)->calls)), (int64_t)a.seen, (int64_t)a.wanted, MK_FAULT_EPOCH, 0);
 }
 
-/* Weights by pointer: one that cannot be used (mok_weight_maps has looked). */
-MK_DEVICE bool weight_is_bad(uint64_t number, mk_call_head *head)
+/* Weights by pointer: one that cannot be used (mok_weight_maps has looked). given_to: the pass, or what came before it. */
+MK_DEVICE bool weight_is_bad(uint64_t number, const char *given_to, mk_call_head *head)
 {
     SentenceWriter say = {head};
     if (number == ~(uint64_t)0)
         return false;
-    say.text("weights.");
+    say.text(given_to).text("weights.");
     switch (bad_weight_place(number)) {
     case MK_GRAD_GATE: say.text("gate"); break;
     case MK_GRAD_UP: say.text("up"); break;
@@ -107,14 +107,18 @@ MK_DEVICE void open_call(const mk_open_params &p)
     const bool out_of_step = load(&state->given_up) != 0 || load(&state->absent.noted) != 0, schedules = p.operation == MK_OP_SCHEDULE;
     mk_call_head *head = call_head(p.rank, p.rank.dims.rank, call);
     uint64_t schedule_number = call; /* a schedule's number is its call's, so that ranks agree on it whatever they called before */
-    const uint64_t bad_weight = load(&state->bad_weight);
+    const uint64_t bad_weight = load(&state->bad_weight), bad_widened = load(&state->bad_widened);
     int32_t status = p.status;
     if (status == 0 && !schedules) {
         const CallMemory memory(p);
         if (call_memory_is_stale(p, memory, head))
             status = 5; /* MOK_E_STATE */
-        else if (weight_is_bad(bad_weight, head))
+        else if (weight_is_bad(bad_weight, "", head))
             status = 2; /* MOK_E_ARG */
+        else if (weight_is_bad(bad_widened, "mok_mx_widen: ", head)) {
+            status = 2;
+            store(&state->bad_widened, ~(uint64_t)0); /* told */
+        }
         else
             schedule_number = memory.schedule.number;
     }

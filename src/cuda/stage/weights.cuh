@@ -36,7 +36,7 @@ MK_DEVICE void make_weight_map(const mk_weight_maps_params &p, uint32_t place, i
     const char *address = weight_address(from, expert);
     if (!address || reinterpret_cast<uintptr_t>(address) % 16 != 0) {
         if (lane_idx() == 0)
-            min_relaxed_gpu(&device_state(r)->bad_weight, bad_weight_number(place, (uint64_t)expert, !address));
+            min_relaxed_gpu(p.bad_weight, bad_weight_number(place, (uint64_t)expert, !address));
         return;
     }
     if (!from.mapped)
@@ -55,7 +55,7 @@ MK_DEVICE void make_weight_map(const mk_weight_maps_params &p, uint32_t place, i
 MK_DEVICE void make_weight_maps(const mk_weight_maps_params &p)
 {
     mk_tensor_map *scratch = static_cast<mk_tensor_map *>(shared_base()) + warp_idx();
-    int64_t matrix = (int64_t)block_idx() * 4 + warp_idx();
+    int64_t matrix = (int64_t)block_idx() * MK_WEIGHT_MAPS_PER_BLOCK + warp_idx();
     for (uint32_t place = 0; place < MK_WEIGHT_PLACES; place++) {
         if (matrix >= 0 && matrix < p.source[place].count)
             make_weight_map(p, place, matrix, scratch);
