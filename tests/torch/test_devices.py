@@ -1,11 +1,16 @@
 """Ranks as processes with a GPU each: the same bits as one GPU, a thousand times; graphs; ranks that die.
 
     MOK_TEST_DEVICE=cuda pytest tests/torch/test_devices.py        as many processes as GPUs; fewer than two: skipped
-    MOK_TEST_PROCESSES=2 pytest tests/torch/test_devices.py        on the CPU, with fewer repeats; graphs are skipped
+    MOK_TEST_PROCESSES=2 pytest tests/torch/test_devices.py        on the CPU, with fewer repeats, and calls in place of graphs
+
+What needs no rank to die runs in one set of processes, part by part. Each part is told when it ends (-s shows it): one that fails or hangs takes
+only itself and those behind it.
 """
 
+import functools
 import io
 import os
+import queue
 import signal
 import time
 
@@ -20,8 +25,9 @@ import mok
 
 ON_GPU = os.environ.get("MOK_TEST_DEVICE", "cpu") == "cuda"
 COUNT = int(os.environ.get("MOK_TEST_PROCESSES", torch.cuda.device_count() if ON_GPU else 0))
-REPEATS, REPLAYS = (1000, 2000) if ON_GPU else (20, 0)
-FAULT_TIMEOUT = 5.0
+REPEATS, REPLAYS = (1000, 2000) if ON_GPU else (20, 20)
+TIMEOUT, FAULT_TIMEOUT = 30.0, 5.0  # seconds that a rank waits for another
+START, PART = 120.0, 60.0  # seconds until the processes have begun, and for each part
 
 if COUNT < 2:
     pytest.skip("needs a GPU for each of two processes (MOK_TEST_DEVICE=cuda), or MOK_TEST_PROCESSES", allow_module_level=True)
@@ -43,6 +49,10 @@ def device_of(rank):
         return torch.device("cpu")
     torch.cuda.set_device(rank)
     return torch.device("cuda", rank)
+
+
+class Failed(str):
+    """What a rank says that could not do its part."""
 
 
 class environment:
@@ -75,50 +85,73 @@ def one_way(group, name):
             return str(refusal), None
 
 
-def digest(results):
-    return hash(tuple(bytes(t.contiguous().view(torch.uint8).numpy()) for t in results.values()))
+def as_bytes(tensors):
+    """All of them one after the other, where they are."""
+    return torch.cat([t.detach().contiguous().view(-1).view(torch.uint8) for t in tensors])
+
+
+def progress(group, name, done, count, engine):
+    """Four times: so far it has really come."""
+    if done % (count // 4) == 0:
+        engine.wait()
+        if group.rank == 0:
+            print(f"  {name}: {done} of {count}", flush=True)
 
 
 def repeat(group):
-    """-> how many different results a thousand steps have."""
-    p = reference.make(tokens=128, hidden=256, width=128, experts=8, topk=3)
+    """-> how many of a thousand steps have other results than the first. Compared where they are, and read at the end."""
+    p = jobs.cut(reference.make(tokens=128, hidden=256, width=128, experts=8, topk=3), group)
     engine = mok.engine(group=group, hidden=256, intermediate=128, num_experts=8, topk=3, max_tokens=128)
-    return len({digest(jobs.solve(group, p, engine=engine)) for _ in range(REPEATS)})
+    x, w, *weights = leaves = [t.detach().requires_grad_() for t in (p.x, p.router_weights, p.gate, p.up, p.down)]
+    different, first = torch.zeros((), dtype=torch.int64, device=group.device), None
+    for step in range(REPEATS):
+        out = mok.moe(x, p.expert_ids, w, *weights, engine=engine)
+        results = as_bytes([out, *torch.autograd.grad(out, leaves, p.dout)])
+        first = results if first is None else first
+        different += (results != first).any()
+        progress(group, "repeats", step + 1, REPEATS, engine)
+    return different.item()
 
 
 def replay(group):
-    """A captured schedule and forward, replayed with other tokens and routes each time -> wrong replays, forwards counted, a call afterwards is right."""
-    p = reference.make(tokens=64)
+    """A captured schedule and forward, replayed with other tokens and routes each time -> wrong replays, forwards and schedules counted, a call afterwards is right."""
+    p, device = reference.make(tokens=64), group.device
     first, count = mok.expert_range(8, group.size, group.rank)
-    every = [w.to(group.device) for w in (p.gate, p.up, p.down)]
+    every = [w.to(device) for w in (p.gate, p.up, p.down)]
     mine = [w[first : first + count].contiguous() for w in every]
     engine = mok.engine(group=group, hidden=128, intermediate=64, num_experts=8, topk=2, max_tokens=64)
-    ids, x, w = p.expert_ids.int().to(group.device), p.x.to(group.device), p.router_weights.to(group.device)
+    ids, x, w = p.expert_ids.int().to(device), p.x.to(device), p.router_weights.to(device)
+    random, wrong = torch.Generator(device).manual_seed(1 + group.rank), torch.zeros((), dtype=torch.int64, device=device)
     engine.prepare()
-    wrong = 0
     with torch.no_grad():
-        mok.moe(x, ids, w, *mine, engine=engine)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = mok.moe(x, ids, w, *mine, engine=engine)
-        for seed in range(REPLAYS):
-            q = reference.make(seed=seed * group.size + group.rank, tokens=64)
-            ids.copy_(q.expert_ids)
-            x.copy_(q.x)
-            graph.replay()
-            wrong += not torch.equal(out.clone(), mok.moe(x, ids, w, *every))
+        out = mok.moe(x, ids, w, *mine, engine=engine)
+        if ON_GPU:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                out = mok.moe(x, ids, w, *mine, engine=engine)
+        for step in range(REPLAYS):
+            ids.copy_(torch.rand(64, 8, generator=random, device=device).argsort(-1)[:, :2])
+            x.normal_(generator=random)
+            if ON_GPU:
+                graph.replay()
+            else:
+                out = mok.moe(x, ids, w, *mine, engine=engine)
+            wrong += (out != mok.moe(x, ids, w, *every)).any()
+            progress(group, "replays", step + 1, REPLAYS, engine)
         again = torch.equal(mok.moe(x, ids, w, *mine, engine=engine), out)
-    torch.cuda.synchronize(group.device)
     engine.wait()
     stats = engine.workspace(64).stats()
-    return wrong, stats.forwards, stats.schedules, again
+    return wrong.item(), stats.forwards, stats.schedules, again
 
 
-def leave(rank, results, found):
+def tell(rank, results, name, value):
     """As bytes, because tensors would be fetched from this process later."""
     file = io.BytesIO()
-    torch.save(found, file)
-    results.put((rank, file.getvalue()))
+    torch.save(value, file)
+    results.put((rank, name, file.getvalue()))
+
+
+def leave(rank, results):
     results.close()
     results.join_thread()
     if rank == 0:
@@ -126,19 +159,22 @@ def leave(rank, results, found):
     os._exit(0)
 
 
+# MXFP8 is last: least is known of it.
+PARTS = {name: functools.partial(one_way, name=name) for name in WAYS if name != "mxfp8"} | {"repeat": repeat, "replay": replay, "mxfp8": functools.partial(one_way, name="mxfp8")}
+
+
 def work(rank, count, port, results):
     """Everything that needs no rank to die, in one set of processes: they take long to start."""
     ranks.join_world(rank, count, port)
-    found = {}
-    try:
-        group = mok.Group.of(torch.distributed.group.WORLD, device_of(rank), timeout=120.0)
-        for name in WAYS:
-            found[name] = one_way(group, name)
-        found["repeat"] = repeat(group)
-        found["replay"] = replay(group) if REPLAYS else None
-    except BaseException as error:
-        found["error"] = f"rank {rank}: {type(error).__name__}: {error}"
-    leave(rank, results, found)
+    group = mok.Group.of(torch.distributed.group.WORLD, device_of(rank), timeout=TIMEOUT)
+    tell(rank, results, "begin", None)
+    for name, part in PARTS.items():
+        try:
+            tell(rank, results, name, part(group))
+        except BaseException as error:
+            tell(rank, results, name, Failed(f"rank {rank} in {name}: {type(error).__name__}: {error}"))
+            break  # the ranks are no longer in step
+    leave(rank, results)
 
 
 def die(rank, count, port, how, results):
@@ -167,7 +203,8 @@ def die(rank, count, port, how, results):
             told["sentence"] += f"; closing: {type(error).__name__}: {error}"
         torch.cuda.empty_cache()
         told["freed"], told["held"] = torch.cuda.mem_get_info()[0] - before, plan.heap_bytes + plan.local_bytes
-    leave(rank, results, told)
+    tell(rank, results, "told", told)
+    leave(rank, results)
 
 
 # --- here -----------------------------------------------------------------------------------------------------------------
@@ -177,45 +214,76 @@ def start(function, *arguments):
     processes = [context.Process(target=function, args=(r, COUNT, port, *arguments, results), daemon=True) for r in range(COUNT)]
     for process in processes:
         process.start()
-    return processes, results
+    return processes, Told(results)
 
 
-def collect(results, count, timeout):
-    return {rank: torch.load(io.BytesIO(data), weights_only=False) for rank, data in (results.get(timeout=timeout) for _ in range(count))}
+class Told:
+    """What ranks tell, by part: one may be parts ahead of another."""
+
+    def __init__(self, results):
+        self.results, self.parts = results, {}
+
+    def of(self, name, count, timeout):
+        """By rank, what so many have found in a part. Fewer, if they do not tell in time."""
+        found, end = self.parts.setdefault(name, {}), time.monotonic() + timeout
+        try:
+            while len(found) < count:
+                rank, part, data = self.results.get(timeout=max(end - time.monotonic(), 0.01))
+                self.parts.setdefault(part, {})[rank] = torch.load(io.BytesIO(data), weights_only=False)
+        except queue.Empty:
+            pass
+        return found
 
 
 @pytest.fixture(scope="module")
 def found():
-    processes, results = start(work)
-    told = collect(results, COUNT, 540)
+    """found(part) -> what each rank has found in it, in rank order."""
+    processes, told = start(work)
+    assert len(told.of("begin", COUNT, START)) == COUNT, f"not all of {COUNT} processes began within {START:g} s"
+    for name in PARTS:
+        begin, part = time.monotonic(), told.of(name, COUNT, PART)
+        failed = [value for value in part.values() if isinstance(value, Failed)]
+        silent = [r for r in range(COUNT) if r not in part]
+        print(f"{name}: {time.monotonic() - begin:.2f} s", *failed, *(f"rank {r} has not ended after {PART:g} s" for r in silent), sep="\n  ", flush=True)
+        if failed or silent:
+            break
     for process in processes:
-        process.join(30)
-    assert not [f["error"] for f in told.values() if "error" in f]
-    return [told[r] for r in range(COUNT)]
+        process.join(0 if failed or silent else 30)
+        process.kill()
+    last = name
+
+    def take(name):
+        part = told.parts.get(name, {})
+        if list(PARTS).index(name) > list(PARTS).index(last):
+            pytest.fail(f"{name} was not run, as {last} did not end well", pytrace=False)
+        if name == last and (failed or silent):
+            pytest.fail("; ".join([*failed, *(f"rank {r} did not end {name} within {PART:g} s" for r in silent)]), pytrace=False)
+        return [part[r] for r in range(COUNT)]
+
+    return take
 
 
 @pytest.mark.parametrize("name", WAYS)
 def test_bits_are_those_of_one_gpu(name, found):
-    mine = [f[name][0] for f in found]
+    mine, alone = zip(*found(name))
     if isinstance(mine[0], str):
         pytest.skip(mine[0])
-    jobs.assert_same_bits(found[0][name][1], jobs.together(mine))
+    jobs.assert_same_bits(alone[0], jobs.together(mine))
 
 
 def test_D1_a_thousand_steps_have_the_same_bits(found):
-    assert [f["repeat"] for f in found] == [1] * COUNT
+    assert found("repeat") == [0] * COUNT
 
 
-@pytest.mark.skipif(not REPLAYS, reason="CUDA graphs need GPUs")
 def test_A3_two_thousand_replays_with_other_routes_on_every_rank(found):
-    for wrong, forwards, schedules, again in (f["replay"] for f in found):
+    for wrong, forwards, schedules, again in found("replay"):
         assert (wrong, again) == (0, True) and forwards == schedules == REPLAYS + 2
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_F1_a_rank_that_dies_or_stops_is_named_in_time_and_memory_comes_back(how):
     processes, results = start(die, how)
-    told = collect(results, COUNT - 1, 150)
+    told = results.of("told", COUNT - 1, 150)
     for process in processes:
         process.kill()
     assert 1 not in told
