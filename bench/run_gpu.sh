@@ -67,7 +67,7 @@ gpu_step() { if [ -n "$dry" ]; then skip "$1" "needs a GPU"; else step "$@"; fi;
 build_targets() {
     local cuda=ON
     [ -n "$dry" ] && cuda=OFF
-    cmake -S . -B "$build" -DCMAKE_BUILD_TYPE=Release -DMOK_CUDA=$cuda -DMOK_CUDA_ARCHS="${MOK_ARCHS:-90a}" -DMOK_WERROR=OFF && cmake --build "$build" -j "$(nproc)" --target "$@"
+    cmake -S . -B "$build" -DCMAKE_BUILD_TYPE=Release -DMOK_CUDA=$cuda -DMOK_CUDA_ARCHS="${MOK_ARCHS:-90a}" -DMOK_CUDA_LINES="${MOK_LINES:-OFF}" -DMOK_WERROR=OFF && cmake --build "$build" -j "$(nproc)" --target "$@"
 }
 build() { LINES_SHOWN=1 step build 200 bash -c 'build_targets "$@"' build "$@"; }
 
@@ -124,6 +124,16 @@ part_1_right() {
     build mok mok_tool test_gpu_layer test_gpu_mx
     gpu_step gpu_tests 450 "$build/test_gpu_layer"
     gpu_step gpu_mx 60 "$build/test_gpu_mx"
+}
+# Where kernels stand, if layers in MXFP8 do not end.
+part_1_hang() {
+    local passes
+    export MOK_LINES=ON
+    build mok_tool
+    for passes in staged fused; do
+        LINES_SHOWN=80 gpu_step "where-$passes" 120 env MOK_TIMEOUT_MS=5000 MOK_FORWARD=$passes MOK_BACKWARD=$passes "$python" tools/gpu_where.py --after 25 --keep "$out/gpu-$passes.dump" -- \
+            "$build/mok" check --backend cuda --dtype mxfp8 --hidden 256 --intermediate 64 --experts 4 --topk 2 --tokens 120 --ranks 1
+    done
 }
 part_1_sanitizer() {
     build test_gpu_layer

@@ -142,7 +142,7 @@ int command_check(int argc, char **argv)
         ARG_INT_LIST("ranks", "P,P,...", &s.ranks, "1,2,4,8", 1, 4096, "numbers of ranks to compare"),
         ARG_DOUBLE("dropped", "SHARE", &s.dropped, 0.05, 0, 1, "share of the routes that are dropped (-1)"),
         ARG_INT("seed", "N", &seed, -1, 0, INT64_MAX, "seed of data and routes; a fresh one, printed, if not given"),
-        ARG_STRING("backend", "NAME", &backend, "cpu", "cpu, or cuda: the forward, with virtual ranks if there are more ranks than GPUs"),
+        ARG_STRING("backend", "NAME", &backend, "cpu", "cpu, or cuda: with virtual ranks if there are more ranks than GPUs"),
         ARG_INT("devices", "N", &devices, 1, 1, 64, "cuda: GPUs that the ranks are spread over"),
         SHAPE_DTYPE_OPTION(&dtype),
         ARG_FLAG("wgrad-bf16", &wgrad_bf16, "mxfp8: weight gradients from bf16 operands, not from quantised ones"),

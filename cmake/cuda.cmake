@@ -7,6 +7,7 @@
 # Needs no CUDA language support of CMake and links nothing. Spills and serialised wgmma are errors (tools/check_ptxas.sh).
 set(MOK_CUDA AUTO CACHE STRING "Kernels for GPUs: AUTO, ON or OFF")
 set(MOK_CUDA_ARCHS "90a;100a;103a" CACHE STRING "GPU architectures to compile for")
+option(MOK_CUDA_LINES "Keep lines of the source for debuggers and profilers in the kernels" OFF)
 set_property(CACHE MOK_CUDA PROPERTY STRINGS AUTO ON OFF)
 
 # Adds the image to `target`, or the reason why there is none.
@@ -56,9 +57,13 @@ mk_cuda_image_start:
 .balign 64
 .size mk_cuda_image_start, . - mk_cuda_image_start
 ")
+  set(lines "")
+  if(MOK_CUDA_LINES)
+    set(lines -lineinfo)
+  endif()
   add_custom_command(OUTPUT ${out}/kernels.fatbin
     COMMAND sh ${PROJECT_SOURCE_DIR}/tools/check_ptxas.sh ${out}/ptxas.log
-            ${MOK_NVCC} -fatbin -t 2 ${gencode} -std=c++17 -O3 -fmad=false -Xptxas -v -I${source_dir} -I${PROJECT_SOURCE_DIR}/include
+            ${MOK_NVCC} -fatbin -t 2 ${gencode} -std=c++17 -O3 -fmad=false ${lines} -Xptxas -v -I${source_dir} -I${PROJECT_SOURCE_DIR}/include
             -o ${out}/kernels.fatbin ${out}/kernels.cu
     DEPENDS ${kernels} ${headers} ${out}/kernels.cu ${PROJECT_SOURCE_DIR}/tools/check_ptxas.sh
     COMMENT "nvcc: kernels for sm_${archs}" VERBATIM)

@@ -165,7 +165,8 @@ typedef struct mok_config {
     /* Local. May differ from rank to rank. */
     mok_backend_id backend;        /* auto: cuda if the group has GPUs, else cpu */
     int32_t cpu_threads;           /* cpu backend: threads of this rank; 0 = cores / ranks of this process, at least 1 */
-    int64_t timeout_ms;            /* longest wait for another rank, and of a kernel for work of its own GPU inside a pass; 0 = 600 000 */
+    int64_t timeout_ms;            /* longest wait for another rank, and of a kernel for work of its own GPU inside a pass; 0 =
+                                    * MOK_TIMEOUT_MS of the environment, or else 600 000 */
     bool mx_wide_given;            /* MXFP8: every pass is given the widened weights that it reads (mok_mx_widen): no room for them in the workspace */
     int32_t yield_us;              /* Hopper: in so many microseconds of a long pass 16 SMs come free for a moment, for kernels of higher priority, at a price
                                     * (docs/performance.md); 0 = never. Blackwell: SMs come free when somebody asks; -1 = never. Nor where reserve_sms is set */

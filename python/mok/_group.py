@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import weakref
 from ctypes import byref, c_int32, c_void_p
 
@@ -10,7 +11,7 @@ import torch
 
 from . import _library as lib
 
-DEFAULT_TIMEOUT = 600.0  # seconds that a rank waits for another
+DEFAULT_TIMEOUT = float(os.environ.get("MOK_TIMEOUT_MS", 600_000)) / 1000  # seconds that a rank waits for another
 
 
 class Group:

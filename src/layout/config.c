@@ -1,12 +1,14 @@
 #include "layout/config.h"
 
 #include <math.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "base/error.h"
 
 enum { MAX_TOPK = 64, MAX_RANKS = 4096 };
 static const int64_t max_width = 1 << 20, max_experts = 1 << 20, max_rows = INT32_MAX - MK_ROW_TILE;
+static const int64_t max_timeout_ms = (int64_t)1000 * 3600 * 24 * 30;
 /* So that the tasks of one minibatch are counted in 31 bits (layout/walk.h): 2^13 tiles times at most 2^14 parts. */
 static const int64_t max_minibatch = 1 << 20;
 
@@ -103,7 +105,7 @@ static mok_status check_options(const mok_config *c)
     MK_TRY(check_range("comm_sms_bwd", c->comm_sms_bwd, 0, 1024));
     MK_TRY(check_range("reserve_sms", c->reserve_sms, 0, 1024));
     MK_TRY(check_range("cpu_threads", c->cpu_threads, 0, 1024));
-    MK_TRY(check_range("timeout_ms", c->timeout_ms, 0, (int64_t)1000 * 3600 * 24 * 30));
+    MK_TRY(check_range("timeout_ms", c->timeout_ms, 0, max_timeout_ms));
     MK_TRY(check_range("yield_us", c->yield_us, -1, 1000 * 1000));
     if (!(c->swiglu_limit >= 0) || c->swiglu_limit > 3e38f)
         return mk_fail(MOK_E_ARG, "swiglu_limit is %g: it must be 0 (no limit) or a positive number", (double)c->swiglu_limit);
@@ -201,6 +203,17 @@ static mok_status check_tasks(const mok_config *c, const mk_dims *d)
     return MOK_OK;
 }
 
+/* Of a configuration that does not say: MOK_TIMEOUT_MS in the environment, or ten minutes. */
+static mok_status default_timeout_ms(int64_t *ms)
+{
+    const char *wish = getenv("MOK_TIMEOUT_MS");
+    char *end = "";
+    *ms = wish ? strtoll(wish, &end, 10) : 600000;
+    if (*end || *ms < 1 || *ms > max_timeout_ms)
+        return mk_fail(MOK_E_ENV, "MOK_TIMEOUT_MS is \"%s\" in the environment; it must be a number of milliseconds from 1 to %lld", wish, (long long)max_timeout_ms);
+    return MOK_OK;
+}
+
 mok_status mk_resolve(mok_config *c, int32_t num_ranks, int32_t rank, mk_machine machine, mk_dims *d)
 {
     MK_TRY(check_shape(c, num_ranks));
@@ -213,7 +226,7 @@ mok_status mk_resolve(mok_config *c, int32_t num_ranks, int32_t rank, mk_machine
     if (!c->routed_hidden)
         c->routed_hidden = c->hidden;
     if (!c->timeout_ms)
-        c->timeout_ms = 600000;
+        MK_TRY(default_timeout_ms(&c->timeout_ms));
     MK_TRY(resolve_schedule(c, num_ranks, machine));
 
     memset(d, 0, sizeof *d);
