@@ -92,7 +92,7 @@ WRONG = [
     ("stage/backward_sm100.cuh", "scale_x = ", "r.a_x * 2", ["r.a_x"]),
     ("stage/backward_sm100.cuh", "s.gemm.scales[stage][2]), ", "r.b_high + 1", ["r.b_low + 1"]),
     ("stage/backward_sm100.cuh", "how.scaled = ", "is_scaled<Mx>(task.kind & TASK_KIND_MASK)", ["false"]),
-    ("stage/wgrad.cuh", "first = (int64_t)task.row + ", "warp_idx() % 4 * MK_MX_BLOCK", ["0"]),
+    ("stage/wgrad.cuh", "all = 3 * pieces, first = ", "warp_idx() % 4 * MK_MX_BLOCK", ["0"]),
     ("stage/wgrad.cuh", "load(scales + ", "mk_mx_scale_index(row, col / MK_MX_BLOCK, cols)", ["mk_mx_scale_index(row, 0, cols)"]),
     ("gemm/pair.cuh", "s.columns_taken[i]), ", "kWarpsPerTile<Tile>", ["kWarpsPerTile<Tile> - 1", "kWarpsPerTile<Tile> * Tile::cluster"]),
     ("gemm/pair.cuh", "s.columns_taken[warpgroup]), ", "turn.parity", ["turn.parity ^ 1"]),

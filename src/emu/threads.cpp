@@ -130,7 +130,6 @@ uint32_t block_idx() { return self->cta->block; }
 uint32_t sm_idx() { return self->cta->block % 132; }
 uint32_t num_blocks() { return self->cta->device->queue.front().shape.blocks; }
 uint32_t lane_idx() { return self->lane(); }
-uint32_t warp_idx() { return self->warp(); }
 uint32_t cluster_rank() { return self->cta->rank; }
 uint32_t cluster_idx() { return self->cta->cluster->index; }
 uint32_t num_clusters() { return num_blocks() / self->cta->device->queue.front().shape.cluster; }
@@ -139,6 +138,14 @@ void sync_warp()
 {
     step();
     warp_rendezvous("sync_warp", order_lanes);
+}
+
+/* A GPU reads it by a shuffle: all lanes have to come. */
+uint32_t warp_idx()
+{
+    step();
+    warp_rendezvous("warp_idx", nothing);
+    return self->warp();
 }
 
 uint32_t shuffle(uint32_t value, uint32_t source_lane)

@@ -175,6 +175,15 @@ TEST(too_many_registers)
             registers_lower<48>();
     });
 }
+/* Numbers of warps are read by a shuffle. */
+TEST(warp_idx_of_some_lanes)
+{
+    expect_report("waits for the other lanes in warp_idx; lanes there: 000000ff", threads(32), [](Memory &memory) {
+        if (lane_idx() < 8)
+            store(memory.sink.device(), warp_idx());
+    });
+}
+
 TEST(lanes_in_different_instructions)
 {
     expect_report("lanes of a warp are in different instructions", threads(32), [](Memory &) {

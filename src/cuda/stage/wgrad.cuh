@@ -226,24 +226,25 @@ private:
 /* MXFP8: the operands of a tile's weight gradients, quantised along its rows in blocks of 32 and widened again. Every task of s2_gate_up_bwd
  * does its share of the tile, before its product: by then everything that the products of before read of the tile has been written, and nobody but
  * weight gradients reads it again. dgate, dup and w h in place; x and dout, which other rows of the ring may be copied from, into
- * buffers of their own; where the ring is e4m3 (mx_scaled), widened on the way, even if weight gradients are of bf16 operands. A warp (of the four of a task) takes one block of rows, a lane eight columns at a time. */
+ * buffers of their own; where the ring is e4m3 (mx_scaled), widened on the way, even if weight gradients are of bf16 operands. A warp (of the four of a
+ * task) takes the block of rows that begins `first` rows below the tile's first, a lane eight columns at a time: so lanes part, and nothing in here may need
+ * them all, as warp_idx does. */
 struct WgradOperands {
     const mk_rank_params &r;
     bool with_x;
 
     /* Eight columns of the warp's rows of e4m3 in the ring: behind its elements are the scales. */
-    MK_MEMBER void widen(const GemmTask &task, int64_t from, int64_t to, int64_t cols, int64_t col) const
+    MK_MEMBER void widen(const GemmTask &task, uint32_t first_row, int64_t from, int64_t to, int64_t cols, int64_t col) const
     {
         const uint8_t *elements = in_local<uint8_t>(r, from), *scales = elements + MK_RING_ROWS(&r.dims) * cols;
-        const int64_t first = (int64_t)task.row + warp_idx() % 4 * MK_MX_BLOCK, rows = mk_min((int64_t)task.row + task.num_rows - first, MK_MX_BLOCK);
+        const int64_t first = (int64_t)task.row + first_row, rows = mk_min((int64_t)task.row + task.num_rows - first, MK_MX_BLOCK);
         for (int64_t row = first; row < first + rows && col < cols; row++)
             store(reinterpret_cast<Vec4 *>(in_local<bf16>(r, to) + row * cols + col),
                   mx_widen8(load(reinterpret_cast<const MxElements8 *>(elements + row * cols + col)), load(scales + mk_mx_scale_index(row, col / MK_MX_BLOCK, cols))));
     }
 
-    MK_MEMBER void round(const GemmTask &task, int64_t from, int64_t to, int64_t cols, int64_t col) const
+    MK_MEMBER void round(const GemmTask &task, uint32_t first, int64_t from, int64_t to, int64_t cols, int64_t col) const
     {
-        const uint32_t first = warp_idx() % 4 * MK_MX_BLOCK;
         const int32_t rows = (int32_t)mk_min((int64_t)task.num_rows - first, MK_MX_BLOCK);
         const int64_t at = ((int64_t)task.row + first) * cols + col;
         if (rows > 0 && col < cols)
@@ -254,22 +255,22 @@ struct WgradOperands {
     MK_MEMBER void share(const GemmTask &task, uint32_t tile_cols, uint32_t part, uint32_t parts) const
     {
         const mk_memory &m = r.memory;
-        const uint32_t width = (uint32_t)r.dims.intermediate, pieces = width / 8, all = 3 * pieces;
+        const uint32_t width = (uint32_t)r.dims.intermediate, pieces = width / 8, all = 3 * pieces, first = warp_idx() % 4 * MK_MX_BLOCK;
         for (uint32_t i = lane_idx(); i < 2 * tile_cols / 8; i += 32) {
             const bool of_x = i < tile_cols / 8;
             const int64_t from = of_x ? m.ring_x : m.ring_dout, to = of_x ? m.wgrad_x : m.wgrad_dout, col = task.col + (int64_t)(i % (tile_cols / 8)) * 8;
             if (!with_x && of_x)
                 continue;
             if constexpr (kMultipliesMx)
-                widen(task, from, to, r.dims.hidden, col);
+                widen(task, first, from, to, r.dims.hidden, col);
             if (r.dims.mx_wgrad)
-                round(task, kMultipliesMx ? to : from, to, r.dims.hidden, col);
+                round(task, first, kMultipliesMx ? to : from, to, r.dims.hidden, col);
         }
         if (!r.dims.mx_wgrad)
             return;
         for (uint32_t i = part * all / parts + lane_idx(); i < (part + 1) * all / parts; i += 32) {
             const int64_t buffer = i / pieces == 0 ? m.ring_gate : i / pieces == 1 ? m.ring_up : m.ring_h;
-            round(task, buffer, buffer, width, (int64_t)(i % pieces) * 8);
+            round(task, first, buffer, buffer, width, (int64_t)(i % pieces) * 8);
         }
     }
 };
