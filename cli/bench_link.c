@@ -14,6 +14,7 @@
 #include <unistd.h>
 
 #include "term.h"
+#include "try.h"
 
 enum { EXPERTS_OF_RANK = 4, TIMEOUT_MS = 60000, BOARD_BYTES = 4096 };
 
@@ -91,13 +92,6 @@ static double *seconds_at(const bench_link_run *run, int64_t number, int work, i
     const bench_link_settings *s = &run->s;
     return &run->shared->seconds[((number * BENCH_LINK_NUM_WORKS + work) * s->repeat + round) * s->ranks + rank];
 }
-
-#define TRY(call)                       \
-    do {                                \
-        mok_status try_status = (call); \
-        if (try_status != MOK_OK)       \
-            return try_status;          \
-    } while (0)
 
 /* One round, all works; the first round is the warm-up and is not kept. */
 static mok_status run_round(rank_job *job, mok_workspace *w, const void *schedule, int64_t number, int64_t round)

@@ -4,6 +4,7 @@
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <time.h>
 
 static double seconds(void)
@@ -186,4 +187,16 @@ mok_status layer_run(const layer_problem *p, const layer_options *o, layer_resul
     free(groups);
     free(jobs);
     return status;
+}
+
+int layer_heap_mappings(void)
+{
+    FILE *maps = fopen("/proc/self/maps", "r");
+    char line[512];
+    int count = 0;
+    while (maps && fgets(line, sizeof line, maps))
+        count += strstr(line, "mok heap") != NULL;
+    if (maps)
+        fclose(maps);
+    return count;
 }

@@ -76,6 +76,9 @@ mok_status layer_run(const layer_problem *problem, const layer_options *options,
 /* One rank of a group that the caller has made, in this thread; o->ranks is the group's size. Its parts of the result are written. The group stays. */
 mok_status layer_run_rank(const layer_problem *problem, const layer_options *options, layer_result *result, mok_group *group, char error[512]);
 
+/* Mappings of symmetric memory that this process still has. */
+int layer_heap_mappings(void);
+
 /* splitmix64 and a normal deviate, so that data is the same everywhere. */
 uint64_t layer_random(uint64_t *state);
 double layer_normal(uint64_t *state);

@@ -3,6 +3,7 @@
 #define MOK_CLI_LAYER_RANK_H
 
 #include "layer.h"
+#include "try.h"
 
 /* A host array and its copy in the backend's memory. */
 typedef struct layer_copy {
@@ -41,13 +42,6 @@ typedef struct layer_rank {
     mok_status status;
     char error[512];
 } layer_rank;
-
-#define TRY(call)                       \
-    do {                                \
-        mok_status try_status = (call); \
-        if (try_status != MOK_OK)       \
-            return try_status;          \
-    } while (0)
 
 /* Arguments of this rank's calls, all gradients wanted. What the device needs a copy of is copied when it is first asked for; what fails is kept in
  * copy_status. The backward's x and router weights are the forward's. */

@@ -75,8 +75,8 @@ mok_status lm_rank_open(lm_rank *rank)
     cfg.dtype = c->mxfp8 ? MOK_MXFP8 : MOK_BF16;
     cfg.save = MOK_SAVE_ALL;
     cfg.backend = MOK_BACKEND_CPU;
-    LM_TRY(mok_workspace_create(rank->group, &cfg, &rank->workspace));
-    LM_TRY(mok_workspace_plan(rank->workspace, &plan));
+    TRY(mok_workspace_create(rank->group, &cfg, &rank->workspace));
+    TRY(mok_workspace_plan(rank->workspace, &plan));
     take_rank_memory(rank, &plan);
     if (rank->arena.failed)
         return MOK_E_MEMORY;
@@ -122,7 +122,7 @@ static mok_status forward_layer(lm_rank *rank, int64_t layer, bool gradients)
     lm_norm(T, c->hidden, l->x, model->value + d->norm + layer * d->norm_stride, l->normed, l->rrms);
     lm_route(T, c->hidden, c->experts, c->topk, l->normed, model->value + d->router + layer * d->router_stride, l->probs, l->ids, l->weights);
     lm_to_bf16(rows, l->normed, l->normed_bf16);
-    LM_TRY(schedule_layer(rank, layer));
+    TRY(schedule_layer(rank, layer));
 
     mok_forward_args f = MOK_INIT(mok_forward_args);
     f.layer = (uint64_t)layer;
@@ -133,11 +133,11 @@ static mok_status forward_layer(lm_rank *rank, int64_t layer, bool gradients)
     f.weights = expert_weights(l);
     f.context = gradients ? l->context : NULL;
     f.out = l->out;
-    LM_TRY(mok_forward(rank->workspace, &f, NULL));
-    LM_TRY(mok_wait(rank->workspace));
+    TRY(mok_forward(rank->workspace, &f, NULL));
+    TRY(mok_wait(rank->workspace));
     lm_add_bf16(rows, l->out, rank->x);
     if (c->shared_intermediate) {
-        LM_TRY(lm_shared_forward(rank, layer, gradients));
+        TRY(lm_shared_forward(rank, layer, gradients));
         lm_add_bf16(rows, l->shared_out, rank->x);
     }
     return MOK_OK;
@@ -186,7 +186,7 @@ static mok_status backward_experts(lm_rank *rank, int64_t layer)
     b.grads.gate = (mok_grad){.packed = l->grad[LM_GATE], .dtype = MOK_FP32};
     b.grads.up = (mok_grad){.packed = l->grad[LM_UP], .dtype = MOK_FP32};
     b.grads.down = (mok_grad){.packed = l->grad[LM_DOWN], .dtype = MOK_FP32};
-    LM_TRY(mok_backward(rank->workspace, &b, NULL));
+    TRY(mok_backward(rank->workspace, &b, NULL));
     return mok_wait(rank->workspace);
 }
 
@@ -207,9 +207,9 @@ static mok_status backward_layer(lm_rank *rank, int64_t layer)
     const lm_dense *d = &model->dense;
     lm_layer *l = &rank->layers[layer];
     int64_t tokens = model->chunk_tokens, H = c->hidden, E = c->experts, K = c->topk;
-    LM_TRY(backward_experts(rank, layer));
+    TRY(backward_experts(rank, layer));
     if (c->shared_intermediate)
-        LM_TRY(lm_shared_backward(rank, layer));
+        TRY(lm_shared_backward(rank, layer));
     balance_gradient(rank, l);
     for (int64_t i = 0; i < rank->num_chunks; i++) {
         int64_t t = i * tokens;
@@ -248,10 +248,10 @@ mok_status lm_rank_pass(lm_rank *rank, bool gradients)
         memset(model->chunk_grad + rank->first_chunk * model->dense.count, 0, (size_t)(rank->num_chunks * model->dense.count) * sizeof(float));
     embed_chunks(rank, false);
     for (int64_t layer = 0; layer < model->cfg.layers; layer++)
-        LM_TRY(forward_layer(rank, layer, gradients));
+        TRY(forward_layer(rank, layer, gradients));
     run_head(rank, gradients);
     for (int64_t layer = model->cfg.layers - 1; layer >= 0 && gradients; layer--)
-        LM_TRY(backward_layer(rank, layer));
+        TRY(backward_layer(rank, layer));
     if (gradients)
         embed_chunks(rank, true);
     return MOK_OK;

@@ -6,6 +6,7 @@
 
 #include "lm.h"
 #include "mok.h"
+#include "try.h"
 
 /* Memory that is freed all at once; zeroed, 256-byte aligned. */
 typedef struct lm_arena { struct lm_block *blocks; bool failed; } lm_arena;
@@ -111,12 +112,5 @@ mok_status lm_shared_open(lm_rank *rank);
 void lm_shared_close(lm_rank *rank);
 mok_status lm_shared_forward(lm_rank *rank, int64_t layer, bool keep); /* layer's shared_out from normed_bf16 */
 mok_status lm_shared_backward(lm_rank *rank, int64_t layer);           /* rank's dshared, and chunk gradients, from dout */
-
-#define LM_TRY(call)                   \
-    do {                               \
-        mok_status lm_status = (call); \
-        if (lm_status != MOK_OK)       \
-            return lm_status;          \
-    } while (0)
 
 #endif

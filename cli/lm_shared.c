@@ -29,7 +29,7 @@ mok_status lm_shared_open(lm_rank *rank)
     const lm_config *c = &rank->model->cfg;
     mok_config cfg = MOK_INIT(mok_config), main = MOK_INIT(mok_config);
     mok_plan plan = MOK_INIT(mok_plan);
-    LM_TRY(mok_workspace_config(rank->workspace, &main));
+    TRY(mok_workspace_config(rank->workspace, &main));
     cfg.hidden = c->hidden;
     cfg.intermediate = UNUSED_WIDTH;
     cfg.shared_intermediate = c->shared_intermediate;
@@ -38,9 +38,9 @@ mok_status lm_shared_open(lm_rank *rank)
     cfg.save = MOK_SAVE_ALL;
     cfg.backend = MOK_BACKEND_CPU;
     cfg.cpu_threads = main.cpu_threads;
-    LM_TRY(mok_group_create_local(1, NULL, &rank->shared_group));
-    LM_TRY(mok_workspace_create(rank->shared_group, &cfg, &rank->shared_workspace));
-    LM_TRY(mok_workspace_plan(rank->shared_workspace, &plan));
+    TRY(mok_group_create_local(1, NULL, &rank->shared_group));
+    TRY(mok_workspace_create(rank->shared_group, &cfg, &rank->shared_workspace));
+    TRY(mok_workspace_plan(rank->shared_workspace, &plan));
     take_shared_memory(rank, &plan);
     if (rank->arena.failed)
         return MOK_E_MEMORY;
@@ -82,7 +82,7 @@ mok_status lm_shared_forward(lm_rank *rank, int64_t layer, bool keep)
         f.x = l->normed_bf16 + i * chunk_rows;
         f.context = keep ? l->shared_context[i] : NULL;
         f.out = l->shared_out + i * chunk_rows;
-        LM_TRY(mok_forward(rank->shared_workspace, &f, NULL));
+        TRY(mok_forward(rank->shared_workspace, &f, NULL));
     }
     return mok_wait(rank->shared_workspace);
 }
@@ -107,7 +107,7 @@ mok_status lm_shared_backward(lm_rank *rank, int64_t layer)
         b.grads.shared_gate = (mok_grad){.packed = grad + d->shared_gate, .dtype = MOK_FP32};
         b.grads.shared_up = (mok_grad){.packed = grad + d->shared_up, .dtype = MOK_FP32};
         b.grads.shared_down = (mok_grad){.packed = grad + d->shared_down, .dtype = MOK_FP32};
-        LM_TRY(mok_backward(rank->shared_workspace, &b, NULL));
+        TRY(mok_backward(rank->shared_workspace, &b, NULL));
     }
     return mok_wait(rank->shared_workspace);
 }

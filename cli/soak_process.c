@@ -169,19 +169,6 @@ static bool names(const char *sentence, int32_t rank)
     return strstr(sentence, waited) || (missing && strstr(missing, absent));
 }
 
-/* Mappings of symmetric memory that this process still has. */
-static int heaps_left(void)
-{
-    FILE *maps = fopen("/proc/self/maps", "r");
-    char line[512];
-    int count = 0;
-    while (maps && fgets(line, sizeof line, maps))
-        count += strstr(line, "mok heap") != NULL;
-    if (maps)
-        fclose(maps);
-    return count;
-}
-
 static mok_status run_group(process *me, mok_group *group, int64_t steps, char error[512])
 {
     layer_options o = {.ranks = me->ranks, .backend = MOK_BACKEND_CPU, .cpu_threads = 1, .repeat = steps, .before_pass = before_pass, .after_pass = after_pass, .user = me};
@@ -209,7 +196,7 @@ static void run_process(process *me, const plan *p, int32_t rank)
         say(me, "a rank that was not told who is gone", status == MOK_OK ? "all calls succeeded" : error);
     if (ms > TIMEOUT_MS + SLACK_MS)
         say(me, "a rank that was told too late", error);
-    if (heaps_left())
+    if (layer_heap_mappings())
         say(me, "memory of the old group is left", "");
     me->is_victim = false;
     int32_t place = rank - (rank > p->victim);

@@ -1,9 +1,6 @@
 /* The commands plan, check and bench: run in a child process, their JSON read back, their refusals counted in sentences. */
 #define TEST_WATCHDOG 400
-#include "test.h"
-
-#include <sys/wait.h>
-
+#include "command.h"
 #include "commands.h"
 #include "json.h"
 #include "models.h"
@@ -18,56 +15,13 @@ enum { VARIANTS = 17, OUTPUT_STEP = 1 };
 
 /* ------------------------------------------------------------------------------------------------- running a command -- */
 
-typedef int command_fn(int argc, char **argv);
-
-static char out[1 << 20], err[1 << 16];
-
-static void read_back(FILE *file, char *text, size_t size)
-{
-    rewind(file);
-    text[fread(text, 1, size - 1, file)] = '\0';
-    fclose(file);
-}
-
-/* The exit status, or -1 after a crash. `line` is split at spaces. `fault`: value of MOK_CHECK_FAULT, or NULL. */
-static int run_with_fault(command_fn *command, const char *line, const char *fault)
-{
-    char copy[1024], *argv[64];
-    int argc = 0, status;
-    FILE *to_out = tmpfile(), *to_err = tmpfile();
-    snprintf(copy, sizeof copy, "%s", line);
-    for (char *word = strtok(copy, " "); word && argc < 63; word = strtok(NULL, " "))
-        argv[argc++] = word;
-    argv[argc] = NULL;
-    fflush(stdout);
-    fflush(stderr);
-    if (!to_out || !to_err)
-        return -1;
-    pid_t child = fork();
-    if (child == 0) {
-        dup2(fileno(to_out), 1);
-        dup2(fileno(to_err), 2);
-        if (fault)
-            setenv("MOK_CHECK_FAULT", fault, 1);
-        else
-            unsetenv("MOK_CHECK_FAULT");
-        exit(command(argc, argv));
-    }
-    waitpid(child, &status, 0);
-    read_back(to_out, out, sizeof out);
-    read_back(to_err, err, sizeof err);
-    if (!WIFEXITED(status))
-        TEST_FAILED("\"%s\" ended by signal %d: %s", line, WTERMSIG(status), err);
-    return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
-}
-
-static int run(command_fn *command, const char *line) { return run_with_fault(command, line, NULL); }
+static int run(command_fn *command, const char *line) { return command_run(command, line, NULL); }
 
 /* The JSON of a command; NULL, and a failed check, if the command did not end with `status` or printed something else. */
 static json_value *run_json(command_fn *command, const char *line, int status, const char *fault)
 {
     char error[256];
-    int is = run_with_fault(command, line, fault);
+    int is = command_run(command, line, fault);
     json_value *v = is == status ? json_parse(out, strlen(out), error, sizeof error) : NULL;
     if (is != status)
         TEST_FAILED("\"%s\" ended with %d instead of %d: %s%.400s", line, is, status, err, out);

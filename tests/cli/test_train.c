@@ -12,7 +12,7 @@
 #undef lm_real
 
 #define TEST_WATCHDOG 400 /* ThreadSanitizer on a busy machine */
-#include "test.h"
+#include "command.h"
 
 #include <ftw.h>
 #include <sys/stat.h>
@@ -30,7 +30,12 @@ static int remove_entry(const char *path, const struct stat *st, int flag, struc
     (void)st, (void)flag, (void)walk;
     return remove(path);
 }
-static void remove_folder(void) { nftw(folder, remove_entry, 8, FTW_DEPTH | FTW_PHYS); }
+static pid_t folder_owner; /* children end in exit() too */
+static void remove_folder(void)
+{
+    if (getpid() == folder_owner)
+        nftw(folder, remove_entry, 8, FTW_DEPTH | FTW_PHYS);
+}
 
 /* folder/name; four of them live at once. */
 static const char *in_folder(const char *name)
@@ -41,6 +46,7 @@ static const char *in_folder(const char *name)
         snprintf(folder, sizeof folder, "/tmp/mok_train_XXXXXX");
         if (!mkdtemp(folder))
             TEST_FAILED("no temporary folder");
+        folder_owner = getpid();
         atexit(remove_folder);
     }
     next = (next + 1) % 4;
@@ -581,47 +587,15 @@ TEST(of_few_files_the_end_is_held_out)
 }
 
 /* ------------------------------------------------------------------------------------------------------ the command -- */
-static char out[1 << 20], err[1 << 16];
-
-static void read_back(FILE *file, char *text, size_t size)
-{
-    rewind(file);
-    text[fread(text, 1, size - 1, file)] = '\0';
-    fclose(file);
-}
-
-/* Exit status of "mok train" with `line`, split at spaces, where @ stands for the temporary folder; -1 after a crash. */
+/* "mok train" with `line`, where @ stands for the temporary folder. */
 static int run_train(const char *line)
 {
-    static char copy[4096];
-    char *argv[64];
-    int argc = 0, status;
+    static char full[4096];
     size_t n = 0;
     in_folder("");
-    for (const char *c = line; *c && n < sizeof copy - 80; c++)
-        n += (size_t)snprintf(copy + n, sizeof copy - n, *c == '@' ? "%s/" : "%.1s", *c == '@' ? folder : c);
-    for (char *word = strtok(copy, " "); word && argc < 63; word = strtok(NULL, " "))
-        argv[argc++] = word;
-    argv[argc] = NULL;
-    FILE *to_out = tmpfile(), *to_err = tmpfile();
-    if (!to_out || !to_err)
-        return -1;
-    fflush(stdout);
-    pid_t child = fork();
-    if (child == 0) {
-        dup2(fileno(to_out), 1);
-        dup2(fileno(to_err), 2);
-        status = command_train(argc, argv);
-        fflush(stdout);
-        fflush(stderr);
-        _exit(status); /* without the parent's atexit, which removes the folder */
-    }
-    waitpid(child, &status, 0);
-    read_back(to_out, out, sizeof out);
-    read_back(to_err, err, sizeof err);
-    if (!WIFEXITED(status))
-        TEST_FAILED("\"%s\" ended by signal %d: %s", line, WTERMSIG(status), err);
-    return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+    for (const char *c = line; *c && n < sizeof full - 80; c++)
+        n += (size_t)snprintf(full + n, sizeof full - n, *c == '@' ? "%s/" : "%.1s", *c == '@' ? folder : c);
+    return command_run(command_train, full, NULL);
 }
 
 /* It must refuse with exit status `expected` and one sentence that contains `part`. */

@@ -44,7 +44,7 @@ static void check_nothing_left(void)
     CHECK_EQ(fake.live_blocks, 0);
     CHECK_EQ(fake.live_contexts, 0);
     CHECK_EQ(fake.pushes, fake.pops);
-    CHECK_EQ(process_heap_mappings(), 0);
+    CHECK_EQ(layer_heap_mappings(), 0);
 }
 
 static void sharing_body(process_env *pe)

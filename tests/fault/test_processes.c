@@ -76,11 +76,11 @@ static void sound_body(process_env *pe)
     RANKS_OK(process_group(pe, 0, e->rank, e->ranks));
     for (int again = 0; again < 2; again++) { /* a second workspace of the group */
         RANKS_OK(process_workspace(pe, &l->cfg));
-        CHECK(process_heap_mappings() >= e->ranks);
+        CHECK(layer_heap_mappings() >= e->ranks);
         run_layer(pe, l);
         mok_workspace_destroy(e->w);
         e->w = NULL;
-        CHECK_EQ(process_heap_mappings(), 0);
+        CHECK_EQ(layer_heap_mappings(), 0);
     }
     process_leave(pe);
 }
@@ -138,13 +138,13 @@ static void victim_body(process_env *pe)
     start = processes_now();
     process_leave(pe); /* at once, and everything is given back */
     CHECK_LE(processes_now() - start, 1.0);
-    CHECK_EQ(process_heap_mappings(), 0);
+    CHECK_EQ(layer_heap_mappings(), 0);
     /* A group of those who are left, in the same processes. */
     RANKS_OK(process_group(pe, 1, place, others));
     RANKS_OK(process_workspace(pe, &l->cfg));
     run_layer(pe, l);
     process_leave(pe);
-    CHECK_EQ(process_heap_mappings(), 0);
+    CHECK_EQ(layer_heap_mappings(), 0);
 }
 
 static void with_victim(int signal, bool in_creation, double at_most_seconds)
@@ -211,7 +211,7 @@ static void config_body(process_env *pe)
     RANKS_OK(process_group(pe, 0, e->rank, e->ranks));
     cfg.max_tokens += e->rank == 2 ? 64 : 0;
     report(pe, process_workspace(pe, &cfg), MOK_E_MISMATCH);
-    CHECK_EQ(process_heap_mappings(), 0);
+    CHECK_EQ(layer_heap_mappings(), 0);
     RANKS_OK(process_workspace(pe, &l->cfg)); /* the group works on */
     process_leave(pe);
 }
@@ -313,7 +313,7 @@ static void interleaved_body(process_env *pe)
     mok_workspace_destroy(both[1]);
     mok_workspace_destroy(both[0]);
     e->w = NULL;
-    CHECK_EQ(process_heap_mappings(), 0);
+    CHECK_EQ(layer_heap_mappings(), 0);
     process_leave(pe);
 }
 

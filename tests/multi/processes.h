@@ -153,19 +153,6 @@ static inline void processes_join(process_board *board, int32_t ranks, int *stat
     }
 }
 
-/* Mappings of symmetric memory that this process still has. */
-static inline int process_heap_mappings(void)
-{
-    FILE *maps = fopen("/proc/self/maps", "r");
-    char line[512];
-    int count = 0;
-    while (maps && fgets(line, sizeof line, maps))
-        count += strstr(line, "mok heap") != NULL;
-    if (maps)
-        fclose(maps);
-    return count;
-}
-
 /* A result whose arrays all processes share. */
 static inline void processes_share_result(layer_result *r, const layer_problem *p)
 {

@@ -1,45 +1,10 @@
 /* mok simulate, tune and calibrate as commands: JSON read back, files written, refusals in sentences. */
 #define TEST_WATCHDOG 300
-#include "test.h"
-
-#include <sys/wait.h>
-
+#include "command.h"
 #include "commands.h"
 #include "json.h"
 
-static char out[1 << 20], err[1 << 16];
-
-static void read_back(FILE *file, char *text, size_t size)
-{
-    rewind(file);
-    text[fread(text, 1, size - 1, file)] = '\0';
-    fclose(file);
-}
-
-/* The exit status, or -1. `line` is split at spaces. */
-static int run(int command(int, char **), const char *line)
-{
-    char copy[1024], *argv[64];
-    int argc = 0, status = -1;
-    FILE *to_out = tmpfile(), *to_err = tmpfile();
-    snprintf(copy, sizeof copy, "%s", line);
-    for (char *word = strtok(copy, " "); word && argc < 63; word = strtok(NULL, " "))
-        argv[argc++] = word;
-    argv[argc] = NULL;
-    fflush(NULL);
-    if (!to_out || !to_err)
-        return -1;
-    pid_t child = fork();
-    if (child == 0) {
-        dup2(fileno(to_out), 1);
-        dup2(fileno(to_err), 2);
-        exit(command(argc, argv));
-    }
-    waitpid(child, &status, 0);
-    read_back(to_out, out, sizeof out);
-    read_back(to_err, err, sizeof err);
-    return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
-}
+static int run(command_fn *command, const char *line) { return command_run(command, line, NULL); }
 
 static json_value *parsed(void)
 {
