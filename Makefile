@@ -1,19 +1,23 @@
-# A thin front over CMake for people. `make demo` and `make test` are all a newcomer needs.
+# A thin front over CMake for people. `make demo` and `make test` are all a newcomer needs. `make` builds all, tests too; `make lib` the library and the tool.
 BUILD ?= build
 JOBS  ?= $(shell nproc 2>/dev/null || echo 2)
 CTEST  = ctest --output-on-failure -j $(JOBS)
 
-.PHONY: all tools demo test test-asan test-tsan test-torch test-long install clean
+.PHONY: all lib tools demo test test-asan test-tsan test-torch test-long install clean
 
 all: tools
 	@cmake -S . -B $(BUILD) >$(BUILD).log 2>&1 || { cat $(BUILD).log; exit 1; }
 	@cmake --build $(BUILD) -j $(JOBS)
 
+lib: tools
+	@cmake -S . -B $(BUILD) >$(BUILD).log 2>&1 || { cat $(BUILD).log; exit 1; }
+	@cmake --build $(BUILD) -j $(JOBS) --target mok mok_tool
+
 # What is missing is installed, saying so; nothing is touched that is there.
 tools:
 	@sh tools/need.sh cmake gcc g++ make
 
-demo: all
+demo: lib
 	@sh tools/demo.sh $(BUILD)
 
 test: all
@@ -39,7 +43,7 @@ test-long: all
 	@MOK_TEST_SEEDS=20 sh tools/test.sh $(BUILD) -L emu
 	@python3 tools/mutate.py --build $(BUILD) --jobs $(JOBS)
 
-install: all
+install: lib
 	@cmake --install $(BUILD) $(if $(PREFIX),--prefix $(PREFIX))
 
 clean:
