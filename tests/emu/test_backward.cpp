@@ -64,6 +64,30 @@ static void compare(const layer_problem &p, const std::vector<Run> &runs, mok_dt
     }
 }
 
+#ifndef MK_SM100
+TEST(a_forward_in_clusters_of_four_has_the_same_bits)
+{
+    layer_problem p = make_problem(150, 64);
+    Run plain = make_run("clusters of two", 1, 256, 128, MOK_SAVE_NONE), quads = plain, ranks = make_run("clusters of four, two ranks", 2, 256, 128);
+    quads.name = "clusters of four";
+    quads.forward = ranks.forward = "quads";
+    plain.forward_only = quads.forward_only = ranks.forward_only = true;
+    const StepResult want = run_layer(p, plain);
+    CHECK_EQ(emulated::gpu.launches["mok_forward_fused_quad"], 0);
+    for (int clusters = 2; clusters <= 3; clusters++) { /* of two: with a third, one is left beside a cluster of four */
+        emulated::gpu.clusters = clusters;
+        const StepResult one = run_layer(p, quads);
+        CHECK_EQ(emulated::gpu.launches["mok_forward_fused_quad"], 1);
+        CHECK_EQ(emulated::gpu.launches["mok_forward_fused"], clusters - 2);
+        CHECK(one.ok && one.out == want.out);
+        const StepResult two = run_layer(p, ranks);
+        CHECK(two.ok && two.out == want.out);
+    }
+    emulated::gpu.clusters = 2;
+    layer_free(&p);
+}
+#endif
+
 TEST(gradients_do_not_depend_on_ranks_ring_or_fusion)
 {
     layer_problem p = make_problem(150, 64);

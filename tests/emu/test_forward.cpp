@@ -5,21 +5,32 @@
 
 static void run_launches(const LayerShape &shape, const char *what);
 
-/* Staged, then fused, with few resident clusters: the rest of the grid starts only when one leaves. */
+#ifdef __SANITIZE_ADDRESS__ /* several times slower: one of them is enough to see bad accesses */
+enum { MOST_RESIDENT = 1 };
+#else
+enum { MOST_RESIDENT = 3 };
+#endif
+
+/* Staged, then fused, with few resident clusters: the rest of the grid starts only when one leaves. Hopper: with the most of them as beside clusters of four,
+ * and then those. */
 static void run_case(LayerShape shape, const char *what)
 {
     run_launches(shape, what);
-#ifdef __SANITIZE_ADDRESS__ /* several times slower: one of them is enough to see bad accesses */
-    const uint32_t most = 1;
-#else
-    const uint32_t most = 3;
-#endif
-    for (uint32_t resident = 1; resident <= most; resident++) {
-        shape.fused = true;
-        shape.resident = resident;
+    shape.fused = true;
+    for (shape.resident = 1; shape.resident < MOST_RESIDENT; shape.resident++)
         run_launches(shape, what);
-    }
+#ifndef MK_SM100
+    shape.draws_two = true;
+#endif
+    run_launches(shape, what);
+#ifndef MK_SM100
+    shape.quads = true;
+    shape.resident = 2;
+    run_launches(shape, what);
+#endif
 }
+
+static const char *way_of(const LayerShape &s) { return s.quads ? "fused in clusters of four" : s.draws_two ? "fused, two tasks at a time" : s.fused ? "fused" : "staged"; }
 
 static void run_launches(const LayerShape &shape, const char *what)
 {
@@ -30,12 +41,12 @@ static void run_launches(const LayerShape &shape, const char *what)
         LayerCase layer(shape, seed);
         const emu::Result result = layer.run();
         if (!result.ok) {
-            TEST_FAILED("%s, %s, %u resident, seed %llu: %s", what, shape.fused ? "fused" : "staged", shape.resident, (unsigned long long)seed, result.message.c_str());
+            TEST_FAILED("%s, %s, %u resident, seed %llu: %s", what, way_of(shape), shape.resident, (unsigned long long)seed, result.message.c_str());
             return;
         }
         const int64_t wrong = layer.count_differences();
         if (wrong)
-            TEST_FAILED("%s, %s, %u resident, seed %llu: %lld elements differ", what, shape.fused ? "fused" : "staged", shape.resident, (unsigned long long)seed, (long long)wrong);
+            TEST_FAILED("%s, %s, %u resident, seed %llu: %lld elements differ", what, way_of(shape), shape.resident, (unsigned long long)seed, (long long)wrong);
         for (const LayerRank &r : layer.ranks) {
             const mk_schedule_head &h = layer.head(r);
             const mk_device_state &s = layer.state(r);

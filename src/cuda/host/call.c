@@ -339,6 +339,33 @@ static mok_status launch_steps(cuda_call *c, const mok_forward_args *a, bool dow
     return MOK_OK;
 }
 
+/* Not where SMs are reserved or a trace is kept: its places are of one launch's CTAs. */
+static bool launches_quads(const cuda_call *c)
+{
+    return c->s->quads && c->s->device->kernels.max_clusters[MK_CUDA_mok_forward_fused_quad] > 0 && !c->s->reserve_clusters && !c->s->rank.trace.memory && !c->s->times;
+}
+
+/* A pass in two launches at once, which draw from the same ticket: as many clusters of four as fit, and clusters of two on the SMs that are left. Each does
+ * all that the other leaves to it, whichever comes first. */
+static mok_status launch_quads(const cuda_call *c, mk_forward_params *p)
+{
+    const int *fit = c->s->device->kernels.max_clusters;
+    const int64_t quads = fit[MK_CUDA_mok_forward_fused_quad], pairs = fit[MK_CUDA_mok_forward_fused] - 2 * quads;
+    cuda_call beside = *c;
+    beside.stream = c->s->beside;
+    p->draws_two = 1;
+    p->yield.num_resident = UINT32_MAX;
+    MK_CUDA_TRY(c->api->cuEventRecord(c->s->parts, c->stream), "rank %d: recording where two launches part", c->w->dims.rank);
+    MK_TRY(launch(c, MK_CUDA_mok_forward_fused_quad, 4 * quads, p, 0));
+    if (pairs <= 0)
+        return MOK_OK;
+    MK_CUDA_TRY(c->api->cuStreamWaitEvent(beside.stream, c->s->parts, 0), "rank %d: ordering two launches", c->w->dims.rank);
+    MK_TRY(launch(&beside, MK_CUDA_mok_forward_fused, 2 * pairs, p, 0));
+    MK_CUDA_TRY(c->api->cuEventRecord(c->s->meets, beside.stream), "rank %d: recording where two launches meet", c->w->dims.rank);
+    MK_CUDA_TRY(c->api->cuStreamWaitEvent(c->stream, c->s->meets, 0), "rank %d: ordering two launches", c->w->dims.rank);
+    return MOK_OK;
+}
+
 static mok_status launch_fused(cuda_call *c, const mok_forward_args *a, bool down)
 {
     const mk_cuda_gemm *g = c->s->gemm;
@@ -366,6 +393,8 @@ static mok_status launch_fused(cuda_call *c, const mok_forward_args *a, bool dow
         p.shared_down = g[MK_GEMM_SHARED_DOWN].b_low;
     }
     const mk_cuda_kernel kernel = d->mx ? MK_CUDA_mok_forward_fused_mx : MK_CUDA_mok_forward_fused;
+    if (launches_quads(c))
+        return launch_quads(c, &p);
     return launch(c, kernel, pass_blocks(c, kernel, down ? 3 : 2, &p.yield), &p, 0);
 }
 

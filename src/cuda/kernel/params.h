@@ -20,6 +20,7 @@
  *   mok_s2_gate_up_narrow   the same, other tile
  *   mok_s4_down_wide, mok_s4_down_narrow  mk_gemm_params                     down and push, one minibatch (or the shared expert)
  *   mok_forward_fused       mk_forward_params clusters of 2 x 384, all SMs   s1 to s4 fused, instead of the launches of dispatch, gate_up and down
+ *   mok_forward_fused_quad  mk_forward_params clusters of 4 x 384            the same, on Hopper if asked for; mok_forward_fused is beside it, on the SMs left
  *   mok_rank_barrier        mk_rank_params    1 x 128                        the end of forward and recompute: epoch barrier over GPUs (not for
  *                                                                            virtual ranks, nor for a rank alone)
  *   mok_s5_combine          mk_combine_params any x 256                      the weighted sum; the context's head
@@ -181,6 +182,7 @@ typedef struct mk_forward_params {
     int32_t up_row;            /* row of `up` where the up rows start: 0, or I with combined weights */
     int32_t shared_up_row;
     int32_t recompute;         /* gate/up alone, of the rows that the context keeps */
+    int32_t draws_two;         /* clusters of two, beside clusters of four: tasks are drawn two at a time */
     mk_yield_params yield;
 } mk_forward_params;
 
