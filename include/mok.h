@@ -276,7 +276,7 @@ MOK_API int32_t mok_group_size(const mok_group *group);
 
 /* ---------------------------------------------------------------------------------------------------------------------
  * Workspace: heap, ring and scratch of one configuration. One workspace serves all layers of that shape, one after the
- * other, and holds nothing between calls.
+ * other, and holds nothing between calls. A child of fork() cannot use its parent's: MOK_E_STATE; it makes its own.
  * ------------------------------------------------------------------------------------------------------------------ */
 typedef struct mok_workspace mok_workspace;
 

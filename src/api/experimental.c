@@ -24,8 +24,7 @@ mok_status mok_cpu_gemm(int64_t M, int64_t N, int64_t K, const void *a_bf16, con
 
 static mok_status check_stage_times(const mok_workspace *w)
 {
-    if (!w)
-        return mk_fail(MOK_E_ARG, "workspace is NULL");
+    MK_TRY(mk_check_workspace(w));
     if (!w->backend->stage_times_start)
         return mk_fail(MOK_E_UNSUPPORTED, "backend %s has no stage times: backend cuda has", w->backend->name);
     return MOK_OK;

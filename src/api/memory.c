@@ -17,8 +17,7 @@ void mok_memory_free(mok_workspace *w, void *memory)
 
 mok_status mok_memory_copy(mok_workspace *w, void *to, const void *from, size_t bytes)
 {
-    if (!w)
-        return mk_fail(MOK_E_ARG, "workspace is NULL");
+    MK_TRY(mk_check_workspace(w));
     if (bytes && (!to || !from))
         return mk_fail(MOK_E_ARG, "%s is NULL", to ? "from" : "to");
     return w->backend->memory_copy(w, to, from, bytes);

@@ -178,8 +178,7 @@ static mok_status run(mok_workspace *w, mk_call *call, mok_status checked, void 
 
 mok_status mok_schedule(mok_workspace *w, const mok_schedule_args *args, void *stream)
 {
-    if (!w)
-        return mk_fail(MOK_E_ARG, "workspace is NULL");
+    MK_TRY(mk_check_workspace(w));
     mk_call call = {.operation = MK_OP_SCHEDULE};
     mok_status status = mk_read_struct("mok_schedule_args", args, &call.schedule, sizeof call.schedule);
     if (status == MOK_OK)
@@ -191,8 +190,7 @@ mok_status mok_schedule(mok_workspace *w, const mok_schedule_args *args, void *s
 
 static mok_status run_forward(mok_workspace *w, const mok_forward_args *args, mk_operation operation, void *stream)
 {
-    if (!w)
-        return mk_fail(MOK_E_ARG, "workspace is NULL");
+    MK_TRY(mk_check_workspace(w));
     mk_call call = {.operation = operation};
     mok_status status = mk_read_struct("mok_forward_args", args, &call.forward, sizeof call.forward);
     if (status == MOK_OK)
@@ -207,8 +205,7 @@ mok_status mok_recompute(mok_workspace *w, const mok_forward_args *args, void *s
 
 mok_status mok_backward(mok_workspace *w, const mok_backward_args *args, void *stream)
 {
-    if (!w)
-        return mk_fail(MOK_E_ARG, "workspace is NULL");
+    MK_TRY(mk_check_workspace(w));
     mk_call call = {.operation = MK_OP_BACKWARD};
     mok_status status = mk_read_struct("mok_backward_args", args, &call.backward, sizeof call.backward);
     if (status == MOK_OK)
@@ -221,8 +218,7 @@ mok_status mok_backward(mok_workspace *w, const mok_backward_args *args, void *s
 mok_status mok_mx_widen(mok_workspace *w, const mok_mx_widen_args *args, void *stream)
 {
     mok_mx_widen_args a;
-    if (!w)
-        return mk_fail(MOK_E_ARG, "workspace is NULL");
+    MK_TRY(mk_check_workspace(w));
     MK_TRY(mk_read_struct("mok_mx_widen_args", args, &a, sizeof a));
     MK_TRY(check_wide(w, "wide", a.wide, false));
     MK_TRY(check_wide(w, "wide_dgrad", a.wide_dgrad, false));
@@ -232,8 +228,9 @@ mok_status mok_mx_widen(mok_workspace *w, const mok_mx_widen_args *args, void *s
 
 mok_status mok_refuse(mok_workspace *w, mok_call_kind call, uint64_t layer, const char *sentence, void *stream)
 {
-    if (!w || !sentence)
-        return mk_fail(MOK_E_ARG, "%s is NULL", w ? "sentence" : "workspace");
+    MK_TRY(mk_check_workspace(w));
+    if (!sentence)
+        return mk_fail(MOK_E_ARG, "sentence is NULL");
     if ((int)call < MOK_CALL_SCHEDULE || (int)call > MOK_CALL_BACKWARD)
         return mk_fail(MOK_E_ARG, "call is %d: it must be one of mok_call_kind", (int)call);
     if (w->broken)
@@ -243,13 +240,18 @@ mok_status mok_refuse(mok_workspace *w, mok_call_kind call, uint64_t layer, cons
     return w->broken ? mk_fail(MOK_E_STATE, "the other ranks could not be told: %.400s", sentence) : MOK_OK;
 }
 
-mok_status mok_wait(mok_workspace *w) { return w ? w->backend->wait(w, true) : mk_fail(MOK_E_ARG, "workspace is NULL"); }
-mok_status mok_poll(mok_workspace *w) { return w ? w->backend->wait(w, false) : mk_fail(MOK_E_ARG, "workspace is NULL"); }
+static mok_status wait(mok_workspace *w, bool block)
+{
+    MK_TRY(mk_check_workspace(w));
+    return w->backend->wait(w, block);
+}
+
+mok_status mok_wait(mok_workspace *w) { return wait(w, true); }
+mok_status mok_poll(mok_workspace *w) { return wait(w, false); }
 
 mok_status mok_get_stats(mok_workspace *w, mok_stats *out)
 {
-    if (!w)
-        return mk_fail(MOK_E_ARG, "workspace is NULL");
+    MK_TRY(mk_check_workspace(w));
     MK_TRY(w->backend->wait(w, true));
     return mk_write_struct("mok_stats", &w->stats, sizeof w->stats, out);
 }
@@ -258,8 +260,7 @@ mok_status mok_schedule_query(mok_workspace *w, const void *schedule, mok_schedu
 {
     mk_schedule_head h;
     mok_schedule_info info;
-    if (!w)
-        return mk_fail(MOK_E_ARG, "workspace is NULL");
+    MK_TRY(mk_check_workspace(w));
     MK_TRY(check_block("schedule", schedule, true));
     MK_TRY(w->backend->schedule_head(w, schedule, &h));
     if (h.magic != MK_SCHEDULE_MAGIC || h.fingerprint != w->fingerprint)

@@ -19,8 +19,7 @@ static mok_status clear(mok_workspace *w, const mk_trace *t)
 
 mok_status mok_trace_start(mok_workspace *w, int64_t events_per_lane)
 {
-    if (!w)
-        return mk_fail(MOK_E_ARG, "workspace is NULL");
+    MK_TRY(mk_check_workspace(w));
     if (events_per_lane < 0 || events_per_lane > MOST_EVENTS)
         return mk_fail(MOK_E_ARG, "events_per_lane is %lld: it must be from 0 to %d", (long long)events_per_lane, MOST_EVENTS);
     MK_TRY(mok_trace_stop(w));
@@ -42,8 +41,7 @@ mok_status mok_trace_start(mok_workspace *w, int64_t events_per_lane)
 
 mok_status mok_trace_stop(mok_workspace *w)
 {
-    if (!w)
-        return mk_fail(MOK_E_ARG, "workspace is NULL");
+    MK_TRY(mk_check_workspace(w));
     if (!w->trace.memory)
         return MOK_OK;
     MK_TRY(w->backend->wait(w, true));

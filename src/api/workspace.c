@@ -1,10 +1,26 @@
 /* Workspaces: collective creation, in which every rank sees every rank's configuration or complaint before anyone decides. */
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "backend/backend.h"
 #include "base/error.h"
+
+/* How often this process and those before it were forked since the first workspace was made. */
+static uint32_t forks;
+static void note_fork(void) { forks++; } /* a child has one thread */
+static void watch_forks(void) { pthread_atfork(NULL, NULL, note_fork); }
+
+mok_status mk_check_workspace(const mok_workspace *w)
+{
+    if (!w)
+        return mk_fail(MOK_E_ARG, "workspace is NULL");
+    if (w->forks != forks)
+        return mk_fail(MOK_E_STATE, "this workspace was made before the process was forked, and its threads and its GPU stayed with the parent: make a group and a "
+                                    "workspace in the child");
+    return MOK_OK;
+}
 
 /* What ranks exchange before anything is allocated. */
 typedef struct announcement {
@@ -111,6 +127,9 @@ mok_status mok_workspace_create(mok_group *group, const mok_config *cfg, mok_wor
     mok_workspace *w = calloc(1, sizeof *w);
     if (!w)
         return mk_fail(MOK_E_MEMORY, "no memory for a workspace handle");
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, watch_forks);
+    w->forks = forks;
     w->group = group;
     /* From here on a failure is told to the others, so that all ranks get the same sentence and nobody waits. */
     mok_status status = resolve(group, cfg, w);
@@ -135,7 +154,7 @@ fail:
 
 void mok_workspace_destroy(mok_workspace *w)
 {
-    if (!w)
+    if (!w || w->forks != forks) /* the parent's is the parent's to destroy */
         return;
     w->backend->wait(w, true);
     /* Peers may still read this heap, so all meet first. After a wait that ran out there is no meeting: the others are told not

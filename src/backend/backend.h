@@ -81,7 +81,12 @@ struct mok_workspace {
     mk_trace trace;             /* tracks and lanes by the backend's open; memory while a trace is kept */
     mok_workspace *next;        /* of the group handle's list */
     uint32_t number;            /* among the group's workspaces, from 1, as they were created: the same on all ranks */
+    uint32_t forks;             /* of this process and its parents, when it was made */
 };
+
+/* workspace.c */
+/* MOK_OK unless w is NULL, or belongs to the process that this one was forked from. */
+mok_status mk_check_workspace(const mok_workspace *w);
 
 /* Does the caller give this weight in MXFP8? Else it is bf16. */
 static inline bool mk_mx_is_quantised(const mok_weight *weight) { return weight->scales || weight->transposed || weight->transposed_scales; }

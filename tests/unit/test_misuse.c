@@ -4,6 +4,9 @@
 #include "../multi/ranks.h"
 #include "bad_config.h"
 
+#include <sys/wait.h>
+#include <unistd.h>
+
 /* Pointers that are never followed. */
 static void *const somewhere = (void *)0x1000;
 
@@ -592,6 +595,40 @@ TEST(Z7_without_tokens_pointers_may_be_null)
     mok_config c = good_config();
     ranks_run(1, &c, no_tokens, NULL);
     ranks_run(3, &c, no_tokens, NULL);
+}
+
+/* In a child the pool's threads are missing: a call would wait for them for ever. */
+static void fork_with_workspace(ranks_env *e)
+{
+    good one, *g = &one;
+    make_good(e, g);
+    fflush(NULL);
+    pid_t child = fork();
+    if (child == 0) {
+        alarm(20);
+        bool named = mok_schedule(e->w, &g->s, NULL) == MOK_E_STATE && strstr(mok_last_error(), "made before the process was forked");
+        named = named && mok_wait(e->w) == MOK_E_STATE && mok_forward(e->w, &g->f, NULL) == MOK_E_STATE;
+        mok_workspace_destroy(e->w); /* the parent's */
+        mok_config c = good_config();
+        mok_group *group = NULL;
+        mok_workspace *own = NULL;
+        bool works = mok_group_create_local(1, NULL, &group) == MOK_OK && mok_workspace_create(group, &c, &own) == MOK_OK && mok_schedule(own, &g->s, NULL) == MOK_OK;
+        mok_workspace_destroy(own);
+        mok_group_destroy(group);
+        _exit(named ? works ? 0 : 2 : 1);
+    }
+    int status = 0;
+    CHECK_EQ(waitpid(child, &status, 0), child);
+    CHECK_EQ(status, 0);
+    RANKS_OK(mok_schedule(e->w, &g->s, NULL));
+    free_good(g);
+}
+
+TEST(a_workspace_from_before_a_fork_is_named_in_the_child)
+{
+    mok_config c = good_config();
+    c.cpu_threads = 3;
+    ranks_run(1, &c, fork_with_workspace, NULL);
 }
 
 int main(int argc, char **argv)
