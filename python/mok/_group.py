@@ -12,6 +12,7 @@ import torch
 from . import _library as lib
 
 DEFAULT_TIMEOUT = float(os.environ.get("MOK_TIMEOUT_MS", 600_000)) / 1000  # seconds that a rank waits for another
+MOST_TIMEOUT = 2592000  # as mok_config.timeout_ms
 
 
 class Group:
@@ -54,11 +55,12 @@ class Group:
         """Ranks as threads of this process, one group for each thread, all on `device`. On a GPU these are virtual ranks, for tests: their
         calls wait for each other on the host, so that backward passes need torch.autograd.set_multithreading_enabled(False)."""
         device = canonical_device(device)
-        handles = (c_void_p * num_ranks)()
+        check_timeout(timeout)
+        handles = (c_void_p * max(num_ranks, 1))()
         devices = None
         if device.type == "cuda":
             torch.cuda.init()
-            devices = (c_int32 * num_ranks)(*[device.index] * num_ranks)
+            devices = (c_int32 * max(num_ranks, 1))(*[device.index] * num_ranks)
         lib.check(lib.library().mok_group_create_local(num_ranks, devices, handles))
         return [Group(handle, device, timeout) for handle in handles]
 
@@ -68,6 +70,7 @@ class Group:
         from ._distributed import create_provider
 
         device = canonical_device(device)
+        check_timeout(timeout)
         provider = create_provider(process_group, device, timeout)
         handle = c_void_p()
         lib.check(lib.library().mok_group_create(byref(provider.struct), provider.rank, provider.size, byref(handle)))
@@ -84,6 +87,11 @@ def canonical_device(device: torch.device | str | None) -> torch.device:
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu") if device.type == "cpu" else device
+
+
+def check_timeout(timeout: float) -> None:
+    if not 0 < timeout <= MOST_TIMEOUT:
+        raise ValueError(f"timeout is {timeout} s: it must be above 0 and at most {MOST_TIMEOUT}")
 
 
 _groups: dict = {}

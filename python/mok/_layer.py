@@ -59,7 +59,7 @@ def moe(
     main_grad     weight gradients are added to each parameter's .main_grad (fp32 or bf16) where it has one
     layer         a number that ranks compare, so that a layer never meets another one
     """
-    if torch.is_autocast_enabled(x.device.type):
+    if _under_autocast(x):
         x, gate, up, down, shared_gate, shared_up, shared_down, shared_output_gate = _cast(
             torch.get_autocast_dtype(x.device.type), x, gate, up, down, shared_gate, shared_up, shared_down, shared_output_gate
         )
@@ -87,6 +87,10 @@ def moe(
     return out if len(shape) == 2 else out.reshape(shape)
 
 
+def _under_autocast(x) -> bool:
+    return isinstance(x, torch.Tensor) and x.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(x.device.type)
+
+
 def _listed(weight) -> list[torch.Tensor]:
     if weight is None:
         return []
@@ -106,6 +110,15 @@ def _cast(dtype, *values):
 
 def _engine_for(x, expert_ids, router_weights, gate, shared_gate, shared_output_gate, group, num_experts, max_tokens, dtype, swiglu_limit, gate_up, save,
                 timeout) -> Engine:
+    for name, tensor in (("x", x), ("expert_ids", expert_ids), ("router_weights", router_weights)):
+        _check_tensor(name, tensor)
+        if tensor.dim() < 1 + (name == "expert_ids"):
+            raise ValueError(f"{name} is {list(tensor.shape)}: it must be {'[..., H]' if name == 'x' else '[..., K]'}")
+    if gate is None or (isinstance(gate, torch.Tensor) and gate.dim() != 3):
+        raise ValueError(f"gate is {None if gate is None else list(gate.shape)}: it must be [El, I, H], or a tensor [I, H] for each expert")
+    if not isinstance(gate, torch.Tensor):
+        for e, tensor in enumerate(gate):
+            _check_tensor(f"gate[{e}]", tensor)
     found = find_group(group, x.device, timeout)
     local = gate.shape[0] if isinstance(gate, torch.Tensor) else len(gate)
     rows = gate.shape[-2] if isinstance(gate, torch.Tensor) else gate[0].shape[0] if local else None
@@ -153,9 +166,15 @@ def check_arguments(engine: Engine, packed: bool, x, expert_ids, router_weights,
     _check_one("shared_output_gate", shared["shared_output_gate"], (hidden,) if shape.shared_gate else None, device)
 
 
-def _check(name: str, tensor, dtype, device) -> None:
+def _check_tensor(name: str, tensor) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} is a {type(tensor).__name__}: it must be a tensor")
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{name} is {tensor.layout}: it must be dense")
+
+
+def _check(name: str, tensor, dtype, device) -> None:
+    _check_tensor(name, tensor)
     if tensor.dtype != dtype:
         raise TypeError(f"{name} is {tensor.dtype}: it must be {dtype}" + (" (or call the layer under autocast)" if dtype == torch.bfloat16 else ""))
     if tensor.device != device:

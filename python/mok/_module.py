@@ -167,6 +167,11 @@ class MoE(nn.Module):
                 schedule: torch.Tensor | None = None, return_routing: bool = False):
         """x [..., H] -> [..., H]; with return_routing also a Routing. Routes are given as expert_ids and router_weights [..., K], or come from
         the router. mask [...]: False for tokens that go nowhere (padding): only the shared expert sees them."""
+        try:
+            self._check_input(x, mask)
+        except (TypeError, ValueError):
+            self._engine.refuse(schedule is None, self.layer)
+            raise
         rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         logits = None
         if expert_ids is None:
@@ -191,6 +196,18 @@ class MoE(nn.Module):
                   main_grad=self._current_sink(), layer=self.layer)
         out = out if x.dim() == 2 else out.reshape(x.shape)
         return (out, Routing(ids, router_weights, logits, schedule)) if return_routing else out
+
+    def _check_input(self, x, mask) -> None:
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"x is a {type(x).__name__}: it must be a tensor")
+        if x.dim() < 1 or x.shape[-1] != self.hidden:
+            raise ValueError(f"x is {list(x.shape)}: its last size must be {self.hidden}")
+        if mask is None:
+            return
+        if mask.dtype != torch.bool:
+            raise TypeError(f"mask is {mask.dtype}: it must be torch.bool")
+        if mask.numel() * self.hidden != x.numel():
+            raise ValueError(f"mask is {list(mask.shape)}: it must be {list(x.shape[:-1])}, as x is {list(x.shape)}")
 
     def _route(self, rows: torch.Tensor, mask: torch.Tensor | None):
         with torch.autocast(rows.device.type, enabled=False):

@@ -56,7 +56,9 @@ class Shape:
         c = lib.Config()
         for name in ("hidden", "intermediate", "num_experts", "topk", "max_tokens", "shared_intermediate", "ring_rows", "minibatch_rows", "minibatch_rows_bwd",
                      "comm_sms", "comm_sms_bwd", "reserve_sms", "cpu_threads", "yield_us"):
-            setattr(c, name, whole_number(name, getattr(self, name)))
+            setattr(c, name, value := whole_number(name, getattr(self, name)))
+            if getattr(c, name) != value:
+                raise ValueError(f"{name} is {value}: it must fit {8 * type(c).__dict__[name].size} bits")
         c.shared_gate = bool(self.shared_gate)
         c.mx_wgrad_bf16 = bool(self.mx_wgrad_bf16)
         c.mx_wide_given = bool(self.mx_keep_wide) and self.dtype == "mxfp8"
@@ -196,7 +198,7 @@ class Workspace:
     def forward(self, schedule, x, router_weights, weights: LayerWeights, context: bool, layer: int = 0, out: torch.Tensor | None = None):
         """-> out [T, H] bf16, and the context for a backward or None."""
         args, reference = self._prepared(lib.ForwardArgs, weights)
-        schedule = aligned(schedule)
+        schedule = self._block("schedule", schedule, self.plan.schedule_bytes, layer)
         out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
         saved = allocate(self.plan.context_bytes, self.device) if context else None
         args.layer, args.num_tokens, args.schedule, args.x = layer, x.shape[0], schedule.data_ptr(), x.data_ptr()
@@ -209,7 +211,7 @@ class Workspace:
     def recompute(self, schedule, x, weights: LayerWeights, layer: int = 0) -> torch.Tensor:
         """-> the context that the forward would have made."""
         args, reference = self._prepared(lib.ForwardArgs, weights)
-        schedule, saved = aligned(schedule), allocate(self.plan.context_bytes, self.device)
+        schedule, saved = self._block("schedule", schedule, self.plan.schedule_bytes, layer), allocate(self.plan.context_bytes, self.device)
         args.layer, args.num_tokens, args.schedule, args.x, args.context = layer, x.shape[0], schedule.data_ptr(), x.data_ptr(), saved.data_ptr()
         args.router_weights = args.out = None
         wide = _mx.wide(self, weights, False) if self.keeps_wide else None
@@ -221,7 +223,8 @@ class Workspace:
                  parts: int = lib.BACKWARD_ALL, layer: int = 0):
         """-> dx [T, H] and drouter_weights [T, K] (None unless wanted); fills `grads`."""
         args, reference = self._prepared(lib.BackwardArgs, weights)
-        schedule, context = aligned(schedule), aligned(context)
+        schedule = self._block("schedule", schedule, self.plan.schedule_bytes, layer)
+        context = self._block("context", context, self.plan.context_bytes, layer)
         args.layer, args.num_tokens, args.schedule, args.context = layer, x.shape[0], schedule.data_ptr(), context.data_ptr()
         args.dout, args.x, args.router_weights, args.parts = dout.data_ptr(), x.data_ptr(), router_weights.data_ptr(), parts
         args.grads = lib.Grads()
@@ -257,12 +260,25 @@ class Workspace:
     def refuse(self, before_schedule: bool, layer: int = 0) -> None:
         """Lets the other ranks' next schedule or forward fail with this rank's name."""
         args = lib.ScheduleArgs(layer=layer, num_tokens=-1) if before_schedule else lib.ForwardArgs(layer=layer, num_tokens=-1)
+        if self.handle is None:
+            return
         (self._library.mok_schedule if before_schedule else self._library.mok_forward)(self.handle, byref(args), self.stream())
 
-    def _call(self, name: str, reference) -> None:
+    def _handle(self) -> c_void_p:
         if self.handle is None:
             raise ValueError("this workspace is closed")
-        status = getattr(self._library, name)(self.handle, reference, self.stream())
+        return self.handle
+
+    def _block(self, name: str, memory: torch.Tensor, num_bytes: int, layer: int) -> torch.Tensor:
+        """Schedule or context memory, which the library knows by its address alone."""
+        if memory.dtype != torch.uint8 or memory.numel() < num_bytes or memory.device != self.device or not memory.is_contiguous():
+            self.refuse(False, layer)
+            raise ValueError(f"{name} is {list(memory.shape)} of {memory.dtype} on {memory.device}: it must be the {num_bytes} bytes on {self.device} that a call of this "
+                             "engine returned")
+        return aligned(memory)
+
+    def _call(self, name: str, reference) -> None:
+        status = getattr(self._library, name)(self._handle(), reference, self.stream())
         if status:
             lib.check(status)
 
@@ -328,16 +344,16 @@ class Workspace:
     # --- observation ----------------------------------------------------------------------------------------------------
     def wait(self) -> None:
         """Blocks until all work is done; raises its first error."""
-        self.group.check(lib.library().mok_wait(self.handle))
+        self.group.check(lib.library().mok_wait(self._handle()))
 
     def stats(self) -> lib.Stats:
         stats = lib.Stats()
-        self.group.check(lib.library().mok_get_stats(self.handle, byref(stats)))
+        self.group.check(lib.library().mok_get_stats(self._handle(), byref(stats)))
         return stats
 
     def schedule_info(self, schedule: torch.Tensor) -> lib.ScheduleInfo:
         info = lib.ScheduleInfo()
-        lib.check(lib.library().mok_schedule_query(self.handle, aligned(schedule).data_ptr(), byref(info)))
+        lib.check(lib.library().mok_schedule_query(self._handle(), self._block("schedule", schedule, self.plan.schedule_bytes, 0).data_ptr(), byref(info)))
         return info
 
 

@@ -1,0 +1,105 @@
+"""Wrong calls from Python: one sentence with what is wrong and the numbers, and the next call works."""
+
+import os
+
+import pytest
+import reference
+import torch
+
+import mok
+
+SIZES = dict(hidden=128, intermediate=64, num_experts=8, topk=2, device="cpu")
+
+
+def call(**changed):
+    p = reference.make(tokens=16)
+    arguments = dict(x=p.x, expert_ids=p.expert_ids, router_weights=p.router_weights, gate=p.gate, up=p.up, down=p.down)
+    return mok.moe(**{**arguments, **{name: value(p) if callable(value) else value for name, value in changed.items()}})
+
+
+@pytest.mark.parametrize("changed, kind, words", [
+    (dict(x=None), TypeError, "x is a NoneType: it must be a tensor"),
+    (dict(x=lambda p: p.x.float()), TypeError, "x is torch.float32: it must be torch.bfloat16"),
+    (dict(x=lambda p: p.x.to("meta")), ValueError, "device is meta: MoK runs on cpu and cuda"),
+    (dict(x=lambda p: p.x[:5]), ValueError, "router_weights has 16 tokens, x has 5"),
+    (dict(expert_ids=None), TypeError, "expert_ids is a NoneType"),
+    (dict(expert_ids=lambda p: p.expert_ids[:, 0]), ValueError, "expert_ids is [16]: it must be [..., K]"),
+    (dict(expert_ids=lambda p: p.expert_ids.short()), TypeError, "expert_ids is torch.int16"),
+    (dict(expert_ids=lambda p: torch.full_like(p.expert_ids, 8)), ValueError, "rank 0, token 0, k 0: expert id 8 is outside [-1, 8)"),
+    (dict(expert_ids=lambda p: torch.full_like(p.expert_ids, -(2**63))), ValueError, "expert id -2147483648 is outside [-1, 8)"),
+    (dict(router_weights=None), TypeError, "router_weights is a NoneType"),
+    (dict(router_weights=lambda p: p.router_weights.double()), ValueError, "router_dtype is torch.float64"),
+    (dict(gate=None), ValueError, "gate is None: it must be [El, I, H]"),
+    (dict(gate=lambda p: p.gate[0]), ValueError, "gate is [64, 128]: it must be [El, I, H]"),
+    (dict(gate=lambda p: p.gate.to_sparse()), TypeError, "gate is torch.sparse_coo: it must be dense"),
+    (dict(gate=lambda p: [None, *p.gate[1:]], up=lambda p: list(p.up), down=lambda p: list(p.down)), TypeError, "gate[0] is a NoneType"),
+    (dict(up=None), ValueError, "up is missing: it must be [8, 64, 128]"),
+    (dict(down=lambda p: p.down.mT), ValueError, "down is [8, 64, 128]: it must be [8, 128, 64]"),
+    (dict(timeout=0), ValueError, "timeout is 0 s: it must be above 0"),
+    (dict(timeout=float("nan")), ValueError, "timeout is nan s"),
+], ids=str)
+def test_a_wrong_argument_is_named(changed, kind, words):
+    with pytest.raises(kind) as refusal:
+        call(**changed)
+    assert words in str(refusal.value)
+    assert call().shape == (16, 128)
+
+
+@pytest.mark.parametrize("changed, kind, words", [
+    (dict(hidden=100), ValueError, "hidden is 100: it must be a multiple of 64"),
+    (dict(intermediate=2**70), ValueError, f"intermediate is {2**70}: it must fit 64 bits"),
+    (dict(cpu_threads=2**40), ValueError, f"cpu_threads is {2**40}: it must fit 32 bits"),
+    (dict(topk=9), ValueError, "topk 9 is larger than num_experts 8"),
+    (dict(topk=1.5), TypeError, "topk is 1.5: it must be a whole number"),
+    (dict(save="some"), ValueError, "save is 'some': it must be one of"),
+], ids=str)
+def test_a_wrong_shape_is_named(changed, kind, words):
+    with pytest.raises(kind) as refusal:
+        mok.engine(**{**SIZES, **changed})
+    assert words in str(refusal.value)
+
+
+def test_memory_that_is_too_small_is_not_read():
+    p, engine = reference.make(tokens=16), mok.engine(**SIZES, max_tokens=16)
+    good = engine.schedule(p.expert_ids)
+    for schedule in (good[:-1], good.float(), torch.empty(2 * good.numel(), dtype=torch.uint8)[::2]):
+        with pytest.raises(ValueError, match=f"must be the {good.numel()} bytes on cpu"):
+            call(engine=engine, schedule=schedule)
+    assert torch.equal(call(engine=engine, schedule=good), call())
+
+
+def test_a_layers_input_and_mask_are_looked_at_first():
+    layer = mok.MoE(**SIZES)
+    x = torch.randn(4, 128, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"x is \[4, 64\]: its last size must be 128"):
+        layer(x[:, :64])
+    with pytest.raises(ValueError, match=r"mask is \[3\]: it must be \[4\]"):
+        layer(x, mask=torch.ones(3, dtype=torch.bool))
+    with pytest.raises(TypeError, match="mask is torch.int64: it must be torch.bool"):
+        layer(x, mask=torch.ones(4, dtype=torch.int64))
+    assert layer(x, mask=torch.ones(4, dtype=torch.bool)).shape == x.shape
+
+
+def test_a_closed_workspace_says_so():
+    workspace = mok.engine(**SIZES, max_tokens=31).prepare()
+    workspace.close()
+    for use in (workspace.wait, workspace.stats, lambda: workspace.schedule(torch.zeros(4, 2, dtype=torch.int32))):
+        with pytest.raises(ValueError, match="this workspace is closed"):
+            use()
+
+
+def test_a_forked_child_is_told_and_can_begin_anew():
+    call()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            torch.set_num_threads(1)
+            with pytest.raises(ValueError, match="before the process was forked"):
+                call()
+            mok.close_all()
+            status = 0 if call().shape == (16, 128) else 2
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+    assert call().shape == (16, 128)
