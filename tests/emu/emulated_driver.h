@@ -57,7 +57,7 @@ inline const std::vector<Kernel> &kernels()
         MK_EMULATED(mok_weight_maps), MK_EMULATED(mok_call_begin), MK_EMULATED(mok_rank_barrier), MK_EMULATED(mok_call_check), MK_EMULATED(mok_s0_count),
         MK_EMULATED(mok_s0_scan), MK_EMULATED(mok_s0_segments), MK_EMULATED(mok_s0_place), MK_EMULATED(mok_s0_copies), MK_EMULATED(mok_s1_dispatch),
         MK_EMULATED(mok_s2_gate_up_wide), MK_EMULATED(mok_s2_gate_up_narrow), MK_EMULATED(mok_s4_down_wide), MK_EMULATED(mok_s4_down_narrow),
-        MK_EMULATED(mok_forward_fused), MK_EMULATED(mok_forward_fused_quad), MK_EMULATED(mok_s5_combine), MK_EMULATED(mok_shared_scale), MK_EMULATED(mok_backward_fused),
+        MK_EMULATED(mok_forward_fused), MK_EMULATED(mok_forward_fused_quad), MK_EMULATED(mok_s5_combine), MK_EMULATED(mok_shared_scale), MK_EMULATED(mok_backward_fused), MK_EMULATED(mok_backward_fused_quad),
         MK_EMULATED(mok_s5_combine_bwd), MK_EMULATED(mok_mx_quantise_rows), MK_EMULATED(mok_mx_widen_rows), MK_EMULATED(mok_mx_quantise_matrix),
         MK_EMULATED(mok_mx_widen_matrix), MK_EMULATED(mok_mx_widen_weights), MK_EMULATED(mok_s1_dispatch_mx), MK_EMULATED(mok_s2_gate_up_wide_mx),
         MK_EMULATED(mok_s2_gate_up_narrow_mx), MK_EMULATED(mok_forward_fused_mx), MK_EMULATED(mok_backward_fused_mx),

@@ -56,6 +56,10 @@ template <class Tile, class Program> MK_DEVICE void quad_schedule(GemmShared<Til
 
 /* ---- load ---- */
 
+/* Who gets a share of a task's rows; of a column tile's columns. */
+MK_DEVICE uint16_t quad_row(uint32_t row) { return (uint16_t)(3 << 2 * row); }
+MK_DEVICE uint16_t quad_column(uint32_t column) { return (uint16_t)(5 << column); }
+
 /* This CTA's shares of K block k: half of its rows of A, for the other column tile too, and half of its columns of B, for the other task too. */
 template <class Tile> MK_DEVICE void load_quad_stage(GemmShared<Tile> &s, uint32_t stage, const GemmTask &task, const GemmInput &in, int32_t k)
 {
@@ -63,9 +67,9 @@ template <class Tile> MK_DEVICE void load_quad_stage(GemmShared<Tile> &s, uint32
     const uint32_t rows = column * kBoxRowsA<Tile>, cols = row * kBoxRowsB<Tile>;
     const int32_t x = k * (int32_t)kBlockK;
     mbar_arrive_expect_tx_release_cta(full, kStageBytes<Tile>);
-    tma_load_2d_multicast(smem_addr(s.a[stage]) + rows * kRowBytes, in.a, x, task.row + (int32_t)rows, full, (uint16_t)(3 << 2 * row));
+    tma_load_2d_multicast(smem_addr(s.a[stage]) + rows * kRowBytes, in.a, x, task.row + (int32_t)rows, full, quad_row(row));
     tma_load_3d_multicast(smem_addr(s.b[stage]) + cols * kRowBytes, row ? in.b_high : in.b_low, x, row ? task.col + in.b_high_row : task.col, in.b_depth, full,
-                          (uint16_t)(5 << column));
+                          quad_column(column));
 }
 
 } /* namespace mk */

@@ -98,6 +98,31 @@ static int64_t pass_blocks(const cuda_call *c, mk_cuda_kernel kernel, int produc
     return (resident + spare) * size;
 }
 
+/* Are passes launched in clusters of four, if that is wanted? Not where SMs are reserved, or a trace is kept, whose places are of one launch's CTAs. */
+static bool launches_quads(const cuda_call *c, bool wanted, mk_cuda_kernel quad)
+{
+    return wanted && c->s->device->kernels.max_clusters[quad] > 0 && !c->s->reserve_clusters && !c->s->rank.trace.memory && !c->s->times;
+}
+
+/* A pass in two launches at once, which draw from the same ticket (params.draws_two): as many clusters of four as fit, and clusters of two on the SMs that are
+ * left. Each does all that the other leaves to it, whichever comes first. */
+static mok_status launch_quads(const cuda_call *c, mk_cuda_kernel quad, mk_cuda_kernel pair, void *params)
+{
+    const int *fit = c->s->device->kernels.max_clusters;
+    const int64_t quads = fit[quad], pairs = fit[pair] - 2 * quads;
+    cuda_call beside = *c;
+    beside.stream = c->s->beside;
+    MK_CUDA_TRY(c->api->cuEventRecord(c->s->parts, c->stream), "rank %d: recording where two launches part", c->w->dims.rank);
+    MK_TRY(launch(c, quad, 4 * quads, params, 0));
+    if (pairs <= 0)
+        return MOK_OK;
+    MK_CUDA_TRY(c->api->cuStreamWaitEvent(beside.stream, c->s->parts, 0), "rank %d: ordering two launches", c->w->dims.rank);
+    MK_TRY(launch(&beside, pair, 2 * pairs, params, 0));
+    MK_CUDA_TRY(c->api->cuEventRecord(c->s->meets, beside.stream), "rank %d: recording where two launches meet", c->w->dims.rank);
+    MK_CUDA_TRY(c->api->cuStreamWaitEvent(c->stream, c->s->meets, 0), "rank %d: ordering two launches", c->w->dims.rank);
+    return MOK_OK;
+}
+
 /* --- the beginning and the end of a call ------------------------------------------------------------------------------ */
 /* The calls of a workspace happen in order, whichever streams they come on. A captured call's place in time is the caller's matter. */
 static mok_status follow_last_call(cuda_call *c)
@@ -339,33 +364,6 @@ static mok_status launch_steps(cuda_call *c, const mok_forward_args *a, bool dow
     return MOK_OK;
 }
 
-/* Not where SMs are reserved or a trace is kept: its places are of one launch's CTAs. */
-static bool launches_quads(const cuda_call *c)
-{
-    return c->s->quads && c->s->device->kernels.max_clusters[MK_CUDA_mok_forward_fused_quad] > 0 && !c->s->reserve_clusters && !c->s->rank.trace.memory && !c->s->times;
-}
-
-/* A pass in two launches at once, which draw from the same ticket: as many clusters of four as fit, and clusters of two on the SMs that are left. Each does
- * all that the other leaves to it, whichever comes first. */
-static mok_status launch_quads(const cuda_call *c, mk_forward_params *p)
-{
-    const int *fit = c->s->device->kernels.max_clusters;
-    const int64_t quads = fit[MK_CUDA_mok_forward_fused_quad], pairs = fit[MK_CUDA_mok_forward_fused] - 2 * quads;
-    cuda_call beside = *c;
-    beside.stream = c->s->beside;
-    p->draws_two = 1;
-    p->yield.num_resident = UINT32_MAX;
-    MK_CUDA_TRY(c->api->cuEventRecord(c->s->parts, c->stream), "rank %d: recording where two launches part", c->w->dims.rank);
-    MK_TRY(launch(c, MK_CUDA_mok_forward_fused_quad, 4 * quads, p, 0));
-    if (pairs <= 0)
-        return MOK_OK;
-    MK_CUDA_TRY(c->api->cuStreamWaitEvent(beside.stream, c->s->parts, 0), "rank %d: ordering two launches", c->w->dims.rank);
-    MK_TRY(launch(&beside, MK_CUDA_mok_forward_fused, 2 * pairs, p, 0));
-    MK_CUDA_TRY(c->api->cuEventRecord(c->s->meets, beside.stream), "rank %d: recording where two launches meet", c->w->dims.rank);
-    MK_CUDA_TRY(c->api->cuStreamWaitEvent(c->stream, c->s->meets, 0), "rank %d: ordering two launches", c->w->dims.rank);
-    return MOK_OK;
-}
-
 static mok_status launch_fused(cuda_call *c, const mok_forward_args *a, bool down)
 {
     const mk_cuda_gemm *g = c->s->gemm;
@@ -393,8 +391,10 @@ static mok_status launch_fused(cuda_call *c, const mok_forward_args *a, bool dow
         p.shared_down = g[MK_GEMM_SHARED_DOWN].b_low;
     }
     const mk_cuda_kernel kernel = d->mx ? MK_CUDA_mok_forward_fused_mx : MK_CUDA_mok_forward_fused;
-    if (launches_quads(c))
-        return launch_quads(c, &p);
+    p.yield.num_resident = UINT32_MAX;
+    p.draws_two = launches_quads(c, c->s->quads, MK_CUDA_mok_forward_fused_quad);
+    if (p.draws_two)
+        return launch_quads(c, MK_CUDA_mok_forward_fused_quad, kernel, &p);
     return launch(c, kernel, pass_blocks(c, kernel, down ? 3 : 2, &p.yield), &p, 0);
 }
 
@@ -481,6 +481,10 @@ static mok_status launch_backward(const cuda_call *c, mk_backward_params *p, mk_
     if (kind != MK_TASK_NONE)
         MK_CUDA_TRY(c->api->cuMemsetD32Async(mk_cu_address(c->w->local + c->w->memory.device_state + offsetof(mk_device_state, tickets)), 0, 2, c->stream),
                     "rank %d: clearing the tickets of a backward stage", c->w->dims.rank);
+    p->yield.num_resident = UINT32_MAX;
+    p->draws_two = kind == MK_TASK_NONE && launches_quads(c, c->s->quads_backward, MK_CUDA_mok_backward_fused_quad);
+    if (p->draws_two)
+        return launch_quads(c, MK_CUDA_mok_backward_fused_quad, kernel, p);
     int64_t blocks = kind == MK_TASK_NONE ? pass_blocks(c, kernel, 1 + 2 * p->want_data + 3 * p->want_weights, &p->yield)
                                           : resident_clusters(c, kernel) * mk_cuda_kernel_shapes[kernel].cluster;
     return launch_kind(c, kernel, kind, blocks, p, step);

@@ -155,7 +155,7 @@ static mok_status open_entered(mok_workspace *w)
     MK_CUDA_TRY(api->cuEventCreate(&s->done, MK_CU_EVENT_DISABLE_TIMING), "rank %d: creating an event", rank);
     for (int i = 0; i < 2 && s->meets_on_host; i++)
         MK_CUDA_TRY(api->cuEventCreate(&s->meeting[i], MK_CU_EVENT_DISABLE_TIMING), "rank %d: creating an event", rank);
-    if (s->quads) {
+    if (s->quads || s->quads_backward) {
         MK_CUDA_TRY(api->cuStreamCreate(&s->beside, MK_CU_STREAM_NON_BLOCKING), "rank %d: creating a stream", rank);
         MK_CUDA_TRY(api->cuEventCreate(&s->parts, MK_CU_EVENT_DISABLE_TIMING), "rank %d: creating an event", rank);
         MK_CUDA_TRY(api->cuEventCreate(&s->meets, MK_CU_EVENT_DISABLE_TIMING), "rank %d: creating an event", rank);
@@ -191,8 +191,10 @@ static mok_status open_state(mok_workspace *w)
         MK_TRY_GOTO(mk_fail(MOK_E_MEMORY, "no memory for the meetings of rank %d", w->dims.rank), fail);
     const char *forward = getenv("MOK_FORWARD"), *backward = getenv("MOK_BACKWARD");
     s->fused = !(forward && !strcmp(forward, "staged"));
-    s->quads = forward && !strcmp(forward, "quads") && !s->device->blackwell && !w->dims.mx;
     s->fused_backward = !(backward && !strcmp(backward, "staged"));
+    const bool can = !s->device->blackwell && !w->dims.mx;
+    s->quads = can && forward && !strcmp(forward, "quads");
+    s->quads_backward = can && backward && !strcmp(backward, "quads");
     mk_cuda_choose_tiles(w, getenv("MOK_TILE"));
     MK_TRY_GOTO(mk_cuda_enter(s->device), fail);
     status = open_entered(w);

@@ -28,6 +28,7 @@
     X(mok_s5_combine, 256, MK_SMALL_SHARED, 1)            \
     X(mok_shared_scale, 256, MK_SMALL_SHARED, 1)          \
     X(mok_backward_fused, 384, MK_BACKWARD_SHARED, 2)     \
+    X(mok_backward_fused_quad, 384, MK_BACKWARD_SHARED, 4) \
     X(mok_s5_combine_bwd, 256, MK_SMALL_SHARED, 1)        \
     X(mok_s1_dispatch_mx, 32, MK_DISPATCH_SHARED, 1)      \
     X(mok_s2_gate_up_wide_mx, 384, MK_GEMM_SHARED_WIDE, 2) \

@@ -29,6 +29,7 @@
  *
  *   mok_shared_scale        mk_combine_bwd_params any x 256                  s of every token, if there is a shared expert
  *   mok_backward_fused      mk_backward_params clusters of 2 x 384, all SMs  the whole walk; or one launch for each stage and step
+ *   mok_backward_fused_quad mk_backward_params clusters of 4 x 384           the whole walk on Hopper, as the forward's
  *   mok_rank_barrier
  *   mok_s5_combine_bwd      mk_combine_bwd_params any x 256                  dx, router-weight gradients, the output gate's gradient
  *
@@ -216,6 +217,7 @@ typedef struct mk_backward_params {
     int64_t num_tokens;
     int32_t want_data, want_weights;
     int32_t kind, step;        /* kind 0: the whole pass; else an mk_task_kind: its tasks of this step only (staged) */
+    int32_t draws_two;         /* as in mk_forward_params */
     mk_yield_params yield;     /* of a whole pass */
 } mk_backward_params;
 
