@@ -15,7 +15,7 @@ The last line counts: "N passed, N failed, N skipped" (killed or explained, unex
 import argparse, concurrent.futures, os, random, re, shutil, subprocess, sys, time
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-TESTS = ["gemm", "gemm_scaled_sm100", "schedule", "dispatch", "mx", "mx_layer", "mx_layer_sm100", "forward", "forward_sm100", "trace", "backward", "backward_sm100"]  # tests/emu/test_<name>.cpp; --tests
+TESTS = ["gemm", "gemm_scaled_sm100", "schedule", "dispatch", "mx", "mx_layer", "mx_layer_sm100", "mx_wgrad_sm100", "forward", "forward_sm100", "trace", "backward", "backward_sm100"]  # tests/emu/test_<name>.cpp; --tests
 
 # Which of them run a file, the quickest to notice first. The longest beginning of its name counts.
 RUN_BY = {
@@ -23,16 +23,17 @@ RUN_BY = {
     "arch/": "gemm",
     "gemm/": "gemm forward",
     "gemm/gemm": "gemm forward forward_sm100",
-    "gemm/pair": "gemm_scaled_sm100 gemm forward_sm100 backward_sm100 mx_layer_sm100",
+    "gemm/pair": "gemm_scaled_sm100 mx_wgrad_sm100 gemm forward_sm100 backward_sm100 mx_layer_sm100",
     "kernel/backward": "backward backward_sm100",
     "kernel/forward": "forward forward_sm100",
     "kernel/link": "",  # measures, and checks itself
     "kernel/mx": "mx",
     "layout/": "forward",
     "stage/backward": "backward backward_sm100 mx_layer_sm100",
+    "stage/backward_sm100": "mx_wgrad_sm100 backward_sm100 mx_layer_sm100",
     "stage/call": "schedule trace forward",
     "stage/forward": "forward forward_sm100 mx_layer_sm100",
-    "stage/mx": "mx",
+    "stage/mx": "mx mx_wgrad_sm100",
     "stage/mx_epilogue": "mx_layer mx_layer_sm100",
     "stage/s1_": "dispatch mx_layer forward mx_layer_sm100",
     "stage/s2_gate_up_bwd": "backward",
@@ -41,7 +42,7 @@ RUN_BY = {
     "stage/s5_combine_bwd": "backward",
     "stage/stage": "dispatch schedule forward",
     "stage/weights": "backward backward_sm100",
-    "stage/wgrad": "backward backward_sm100 mx_layer_sm100",
+    "stage/wgrad": "mx_wgrad_sm100 backward backward_sm100 mx_layer_sm100",
     "stage/yield": "forward forward_sm100 backward backward_sm100",
 }
 
@@ -88,12 +89,25 @@ WRONG = [
     ("stage/s1_dispatch.cuh", "store(scale_cell(what, ", "ahead(row, i)", ["row"]),
     ("stage/mx_epilogue.cuh", "both = scale | ", "shuffle_xor((uint32_t)scale, 4) << 8", ["scale << 8"]),
     ("stage/mx_epilogue.cuh", "if (", "col % MK_MX_TILE == 0 && col + MK_MX_TILE / 2 == cols", ["false"]),
-    ("stage/backward_sm100.cuh", "high_y = ", "(task.kind & TASK_KIND_MASK) == MK_TASK_GATE_UP ? r.b_y : r.b_y + (int32_t)TileBackward::cols / 2", ["r.b_y"]),
-    ("stage/backward_sm100.cuh", "scale_x = ", "r.a_x * 2", ["r.a_x"]),
+    ("stage/backward_sm100.cuh", "half = ", "(task.kind & TASK_KIND_MASK) == MK_TASK_GATE_UP ? 0 : (int32_t)TileBackward::cols / 2", ["0"]),
+    ("stage/backward_sm100.cuh", "scale_x = ", "k * 2", ["k"]),
+    ("stage/backward_sm100.cuh", "k = ", "outer ? r.a_y : r.a_x", ["r.a_x"]),
+    ("stage/backward_sm100.cuh", "a_row = ", "outer ? r.a_x : r.a_y", ["r.a_y"]),
+    ("stage/backward_sm100.cuh", "b_row = ", "outer ? r.b_x : r.b_y", ["r.b_y"]),
+    ("stage/backward_sm100.cuh", "scale_x, ", "(b_row + half) / MK_SCALE_ATOM_ROWS", ["b_row / MK_SCALE_ATOM_ROWS"]),
+    ("stage/backward_sm100.cuh", "how.missing_rows = ", "(uint32_t)task.num_k_blocks * block_depth(how.scaled) - (uint32_t)task.num_rows", ["0"]),
     ("stage/backward_sm100.cuh", "s.gemm.scales[stage][2]), ", "r.b_high + 1", ["r.b_low + 1"]),
-    ("stage/backward_sm100.cuh", "how.scaled = ", "is_scaled<Mx>(task.kind & TASK_KIND_MASK)", ["false"]),
-    ("stage/wgrad.cuh", "all = 3 * pieces, first = ", "warp_idx() % 4 * MK_MX_BLOCK", ["0"]),
+    ("stage/backward_sm100.cuh", "how.scaled = ", "is_scaled<Mx>(task)", ["false"]),
+    ("stage/wgrad.cuh", "first = ", "warp_idx() % 4 * MK_MX_BLOCK", ["0"]),
     ("stage/wgrad.cuh", "load(scales + ", "mk_mx_scale_index(row, col / MK_MX_BLOCK, cols)", ["mk_mx_scale_index(row, 0, cols)"]),
+    ("stage/wgrad.cuh", "mk_mx_scale_index(", "col + i", ["col"]),
+    ("stage/wgrad.cuh", "mk_mx_scale_index(col + i, ", "block.first / MK_MX_BLOCK", ["0"]),
+    ("stage/wgrad.cuh", "(of_x && ", "!with_x", ["true"]),
+    ("gemm/pair.cuh", "block = ", "(rows + 31) / 32", ["MK_SCALE_ATOM_BLOCKS", "rows / 32"]),
+    ("gemm/pair.cuh", "first = ", "rows", ["0", "rows + 1"]),
+    ("gemm/pair.cuh", "b + step * ", "pair_next_step(how.b_outer, 32)", ["pair_next_step(how.b_outer, 16)", "pair_next_step(false, 32)"]),
+    ("gemm/pair.cuh", "mk_mma_descriptor_mx(2 * Tile::rows, Tile::cols, ", "how.a_outer", ["false"]),
+    ("stage/mx.cuh", "r[i] = ", "mx_reciprocal(scale)", ["1.0f"]),
     ("gemm/pair.cuh", "s.columns_taken[i]), ", "kWarpsPerTile<Tile>", ["kWarpsPerTile<Tile> - 1", "kWarpsPerTile<Tile> * Tile::cluster"]),
     ("gemm/pair.cuh", "s.columns_taken[warpgroup]), ", "turn.parity", ["turn.parity ^ 1"]),
     ("stage/forward.cuh", "how.scaled = ", "!is_shared(task.kind)", ["false"]),
@@ -112,7 +126,7 @@ WRONG = [
     ("gemm/pair.cuh", "Tile::cluster * ", "(Tile::scaled ? 2 : 1)", ["1"]),
     ("gemm/pair.cuh", "s.sums_ready[i]), ", "kWarpsPerTile<Tile> * Tile::cluster", ["kWarpsPerTile<Tile>", "kWarpsPerTile<Tile> * Tile::cluster + 1"]),
     ("gemm/pair.cuh", "tensor_memory + ", "turn.slot * kSumsApart<Tile>", ["0", "turn.slot * Tile::cols"]),
-    ("gemm/pair.cuh", "how, ", "k > 0 || how.continues", ["true", "k > 0"]),
+    ("gemm/pair.cuh", "accumulate = ", "k > 0 || how.continues", ["true", "k > 0"]),
     ("gemm/pair.cuh", "s.empty[at.slot]), ", "kBothCtas", ["1"]),
     ("gemm/pair.cuh", "s.sums_full[turn.slot]), ", "kBothCtas", ["1"]),
     ("gemm/pairing.cuh", "task.row = task.out_row = ", "kNoRows", ["0"]),

@@ -44,10 +44,13 @@ typedef struct mk_call_head {
 #define MK_MAX_PIECES(d) ((d)->experts_count + mk_ceil_div((d)->capacity_tiles, (d)->mb_tiles_bwd))
 /* A row of the ring that a GEMM contracts along: n numbers. mx_scaled: the elements of all rows, and then their scales in tiles. */
 #define MK_OPERAND_STRIDE(d, n) ((d)->mx_scaled ? (n) + mk_mx_scale_bytes(MK_MX_TILE, n) / MK_MX_TILE : 2 * (n))
-/* MXFP8 on a GPU: rows of operands that are in buffers of their own; of the weight gradients', where the ring's can not be read as they are. Then what
- * is kept of a routed weight matrix: numbers, widened, or matrices with their scales. */
+/* MXFP8 on a GPU: rows of operands that are in buffers of their own; of the weight gradients', where the ring's can not be read as they are, or not be
+ * written in place. These contract over the rows: their scales are those of the transpose, as many. Then what is kept of a routed weight matrix: numbers,
+ * widened, or matrices with their scales. */
 #define MK_OPERAND_ROWS(d) ((d)->mx_wide || (d)->mx_scaled ? MK_RING_ROWS(d) : 0)
+#define MK_WGRAD_STRIDE(d, n) ((d)->mx_wgrad ? MK_OPERAND_STRIDE(d, n) : 2 * (n))
 #define MK_WGRAD_ROWS(d) ((d)->mx_wgrad || (d)->mx_scaled ? MK_OPERAND_ROWS(d) : 0)
+#define MK_SCALED_WGRAD_ROWS(d) ((d)->mx_wgrad && (d)->mx_scaled ? MK_RING_ROWS(d) : 0)
 #define MK_SCALED_WEIGHTS(d) ((d)->mx_scaled ? (d)->experts_count : 0)
 #define MK_WIDE_WEIGHTS(d) ((d)->mx_wide ? (d)->experts_count * (d)->hidden * (d)->intermediate : 0)
 /* Experts whose weights may come one pointer each: those that a GPU multiplies as the caller has them. */
@@ -81,8 +84,11 @@ typedef struct mk_call_head {
     X(LOCAL, wgrad_partial, 4, 3 * (d)->hidden * (d)->intermediate)         /* fp32 sums of the one expert that is cut */   \
     X(LOCAL, dgrad_dgate, MK_OPERAND_STRIDE(d, (d)->intermediate), MK_OPERAND_ROWS(d)) /* [ring, I] bf16: dgate as dx_k's product sees it: quantised along I; or e4m3, and scales */ \
     X(LOCAL, dgrad_dup, MK_OPERAND_STRIDE(d, (d)->intermediate), MK_OPERAND_ROWS(d))   /* as dgrad_dgate */                 \
-    X(LOCAL, wgrad_x, 2, MK_WGRAD_ROWS(d) * (d)->hidden)         /* [ring, H] bf16: x as weight gradients see it: quantised along the rows */ \
-    X(LOCAL, wgrad_dout, 2, MK_WGRAD_ROWS(d) * (d)->hidden)      /* as wgrad_x */                                           \
+    X(LOCAL, wgrad_x, MK_WGRAD_STRIDE(d, (d)->hidden), MK_WGRAD_ROWS(d)) /* [ring, H] bf16: x as weight gradients see it: quantised along the rows; or e4m3, and scales [H, ring / 32] */ \
+    X(LOCAL, wgrad_dout, MK_WGRAD_STRIDE(d, (d)->hidden), MK_WGRAD_ROWS(d)) /* as wgrad_x */                                \
+    X(LOCAL, wgrad_dgate, MK_WGRAD_STRIDE(d, (d)->intermediate), MK_SCALED_WGRAD_ROWS(d)) /* [ring, I] e4m3, and scales [I, ring / 32]: dgate */ \
+    X(LOCAL, wgrad_dup, MK_WGRAD_STRIDE(d, (d)->intermediate), MK_SCALED_WGRAD_ROWS(d)) /* as wgrad_dgate */                \
+    X(LOCAL, wgrad_h, MK_WGRAD_STRIDE(d, (d)->intermediate), MK_SCALED_WGRAD_ROWS(d)) /* the same of w h */                 \
     X(LOCAL, wide_weights, 2, (d)->mx_wide_given ? 0 : 2 * 3 * MK_WIDE_WEIGHTS(d)) /* two of WEIGHTS: what the forward multiplies with, and dgrad */ \
     X(LOCAL, scaled_gate, MK_MX_MATRIX_BYTES((d)->intermediate, (d)->hidden), MK_SCALED_WEIGHTS(d)) /* [El, I, H] e4m3, and scales: gate weights, blocks along H */ \
     X(LOCAL, scaled_up, MK_MX_MATRIX_BYTES((d)->intermediate, (d)->hidden), MK_SCALED_WEIGHTS(d)) /* as scaled_gate */      \

@@ -43,10 +43,12 @@ TEST(instruction_descriptor_of_mxfp8)
     static const uint32_t one_cta[] = {0x08C00000, 0x28C00010, 0x48C00020, 0x68C00030};
     static const uint32_t two_ctas[] = {0x10C00000, 0x30C00010, 0x50C00020, 0x70C00030};
     for (uint32_t id = 0; id < 4; id++) {
-        CHECK_HEX(mk_mma_descriptor_mx(128, 256, MK_MMA_E4M3, MK_MMA_E4M3, id, id), one_cta[id]);
-        CHECK_HEX(mk_mma_descriptor_mx(256, 256, MK_MMA_E4M3, MK_MMA_E4M3, id, id), two_ctas[id]);
+        CHECK_HEX(mk_mma_descriptor_mx(128, 256, 0, 0, MK_MMA_E4M3, MK_MMA_E4M3, id, id), one_cta[id]);
+        CHECK_HEX(mk_mma_descriptor_mx(256, 256, 0, 0, MK_MMA_E4M3, MK_MMA_E4M3, id, id), two_ctas[id]);
     }
-    CHECK_HEX(mk_mma_descriptor_mx(256, 128, MK_MMA_E5M2, MK_MMA_E4M3, 0, 0), 0x10A00080);
+    CHECK_HEX(mk_mma_descriptor_mx(256, 128, 0, 0, MK_MMA_E5M2, MK_MMA_E4M3, 0, 0), 0x10A00080);
+    CHECK_HEX(mk_mma_descriptor_mx(256, 256, 1, 0, MK_MMA_E4M3, MK_MMA_E4M3, 0, 0), 0x10C08000);
+    CHECK_HEX(mk_mma_descriptor_mx(256, 256, 1, 1, MK_MMA_E4M3, MK_MMA_E4M3, 1, 1), 0x30C18010);
 }
 
 TEST(scales_in_memory)

@@ -239,7 +239,7 @@ struct ScaledKernel : PairKernel {
         wait_mbar_cluster(full(0), 0, "full");
         for (uint32_t step = 0; step < 4; step++)
             tcgen05_mma_pair_mx(mk::load(address()), mk_operand_sm100(a(0)) + 2 * step, mk_operand_sm100(b(0)) + 2 * step,
-                                mk_mma_descriptor_mx(256, ScaledMemory::N, MK_MMA_E4M3, MK_MMA_E4M3, (first_id + step) % 4, step), columns(0), columns(1), step > 0);
+                                mk_mma_descriptor_mx(256, ScaledMemory::N, 0, 0, MK_MMA_E4M3, MK_MMA_E4M3, (first_id + step) % 4, step), columns(0), columns(1), step > 0);
     }
     void finish() const
     {

@@ -469,7 +469,7 @@ static int64_t bytes_of(const mok_buffer_info *all, const char *name)
     return bytes;
 }
 
-/* A GPU with more SMs than any Hopper: operands in MXFP8 are kept as they are, those of weight gradients widened. */
+/* A GPU with more SMs than any Hopper: operands in MXFP8 are kept as they are; those of weight gradients of bf16, widened. */
 TEST(plan_of_MXFP8_on_Blackwell)
 {
     mok_config c = good_config();
@@ -492,8 +492,19 @@ TEST(plan_of_MXFP8_on_Blackwell)
     CHECK_EQ(bytes_of(on_blackwell, "scaled_"), weights + 3 * hopper.experts_count * (mok_mx_scale_bytes(c.hidden, c.intermediate) + mok_mx_scale_bytes(c.intermediate, c.hidden)));
     CHECK_EQ(bytes_of(on_blackwell, "ring_x"), rows * c.hidden + mok_mx_scale_bytes(rows, c.hidden));
     CHECK_EQ(bytes_of(on_blackwell, "dgrad_"), 2 * (rows * c.intermediate + mok_mx_scale_bytes(rows, c.intermediate)));
-    CHECK_EQ(bytes_of(on_blackwell, "wgrad_x"), bytes_of(on_hopper, "wgrad_x"));
+    CHECK_EQ(bytes_of(on_hopper, "wgrad_x"), 2 * rows * c.hidden);
+    CHECK_EQ(bytes_of(on_hopper, "wgrad_dgate") + bytes_of(on_hopper, "wgrad_dup") + bytes_of(on_hopper, "wgrad_h"), 0);
+    CHECK_EQ(bytes_of(on_blackwell, "wgrad_x"), rows * c.hidden + mok_mx_scale_bytes(c.hidden, rows));
+    CHECK_EQ(bytes_of(on_blackwell, "wgrad_dout"), bytes_of(on_blackwell, "wgrad_x"));
+    CHECK_EQ(bytes_of(on_blackwell, "wgrad_dgate"), rows * c.intermediate + mok_mx_scale_bytes(c.intermediate, rows));
+    CHECK_EQ(bytes_of(on_blackwell, "wgrad_dup"), bytes_of(on_blackwell, "wgrad_dgate"));
+    CHECK_EQ(bytes_of(on_blackwell, "wgrad_h"), bytes_of(on_blackwell, "wgrad_dgate"));
+    c.mx_wgrad_bf16 = true;
+    CHECK_EQ(mok_plan_query(&c, 4, 0, 148, 0, 0, &blackwell, on_blackwell, &num), MOK_OK);
+    CHECK_EQ(bytes_of(on_blackwell, "wgrad_x"), 2 * rows * c.hidden);
+    CHECK_EQ(bytes_of(on_blackwell, "wgrad_dgate") + bytes_of(on_blackwell, "wgrad_dup") + bytes_of(on_blackwell, "wgrad_h"), 0);
     c.dtype = MOK_BF16;
+    c.mx_wgrad_bf16 = false;
     CHECK_EQ(mok_plan_query(&c, 4, 0, 148, 0, 0, &blackwell, on_blackwell, &num), MOK_OK);
     CHECK_EQ(bytes_of(on_blackwell, "scaled_") + bytes_of(on_blackwell, "dgrad_"), 0);
 }

@@ -22,7 +22,7 @@
  *
  * The base offset is 0 because every tile is aligned to its swizzle pattern. What the offsets mean depends on the layout:
  *   contraction axis contiguous, 128-byte swizzle: stride = from 8 rows to the next 8 rows; the leading offset is not used
- *   other axis contiguous, 128-byte swizzle: stride = to the next 8 of the contraction axis, leading = to the next 64 of the other
+ *   other axis contiguous, 128-byte swizzle: stride = to the next 8 of the contraction axis, leading = to the next 128 bytes of the other
  *   no swizzle: stride = to the next 8 rows, leading = to the next 16 bytes of the contraction axis */
 enum mk_smem_swizzle { MK_SMEM_SWIZZLE_NONE = 0, MK_SMEM_SWIZZLE_128B = 1, MK_SMEM_SWIZZLE_64B = 2, MK_SMEM_SWIZZLE_32B = 3 };
 
@@ -64,9 +64,9 @@ MK_ENCODE uint32_t mk_mma_descriptor_bf16(uint32_t m, uint32_t n, uint32_t a_mn_
     return mk_mma_shape(m, n, a_mn_major, b_mn_major) | 1u << 4 | 1u << 7 | 1u << 10;
 }
 
-MK_ENCODE uint32_t mk_mma_descriptor_mx(uint32_t m, uint32_t n, uint32_t a_type, uint32_t b_type, uint32_t a_scale_id, uint32_t b_scale_id)
+MK_ENCODE uint32_t mk_mma_descriptor_mx(uint32_t m, uint32_t n, uint32_t a_mn_major, uint32_t b_mn_major, uint32_t a_type, uint32_t b_type, uint32_t a_scale_id, uint32_t b_scale_id)
 {
-    return mk_mma_shape(m, n, 0, 0) | a_type << 7 | b_type << 10 | 1u << 23 | a_scale_id << 29 | b_scale_id << 4;
+    return mk_mma_shape(m, n, a_mn_major, b_mn_major) | a_type << 7 | b_type << 10 | 1u << 23 | a_scale_id << 29 | b_scale_id << 4;
 }
 
 /* ---- tensor memory: 128 lanes x 512 columns of 32 bits ---- */

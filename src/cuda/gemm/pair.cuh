@@ -15,7 +15,8 @@
  * K in steps of 16, ascending.
  *
  * TilePairScaled multiplies MXFP8 operands as well, each task as its input says. A row of 128 bytes then is 128 e4m3, a stage has their
- * scales too, and the mma role brings those to tensor memory before the MMAs that read them, in steps of 32. */
+ * scales too, and the mma role brings those to tensor memory before the MMAs that read them, in steps of 32. Either layout of an operand is good for both
+ * precisions: with the other axis contiguous, a stage of e4m3 is 128 rows of the contraction, 128 numbers of the other axis in each. */
 #ifndef MK_GEMM_PAIR_CUH
 #define MK_GEMM_PAIR_CUH
 
@@ -62,12 +63,12 @@ template <class Tile> struct PairShared : PairScales<Tile, Tile::scaled> {
 template <> struct GemmShared<TilePair> : PairShared<TilePair> {};
 template <> struct GemmShared<TilePairScaled> : PairShared<TilePairScaled> {};
 
-/* How a task multiplies. Which axis of an operand is the contiguous one, the contraction (false) or the other; are operands e4m3 with scales (then
- * K is contiguous); what the sums begin with; and rows of the contraction that exist in the last K
- * block, the rest being zeroed in shared memory. */
+/* How a task multiplies. Which axis of an operand is the contiguous one, the contraction (false) or the other; are operands e4m3 with scales; what the
+ * sums begin with; and rows of the contraction that do not exist in the last K block (both operands have the other axis contiguous then): they are
+ * made zero in shared memory. */
 struct PairRecipe {
     bool a_outer = false, b_outer = false, scaled = false, continues = false;
-    uint32_t tail_rows = kBlockK;
+    uint32_t missing_rows = 0;
 };
 
 /* What a kernel may add to the core's roles; this is nothing. All threads of a math warpgroup call `see` and `begin`. */
@@ -86,7 +87,7 @@ template <class Tile> struct PlainTasks {
 static_assert(sizeof(GemmShared<TilePair>) <= 232448 && sizeof(GemmShared<TilePairScaled>) <= 232448, "shared memory of a CTA");
 
 constexpr uint32_t kPairStageBytes = (TilePair::rows + TilePair::cols / 2) * kRowBytes; /* in one CTA */
-constexpr uint32_t kBoxBytes = 64 * kRowBytes;                                          /* of a box of 64 x 64 */
+constexpr uint32_t kBoxBytes = 64 * kRowBytes;                                          /* of a box of 64 rows */
 constexpr uint16_t kBothCtas = 3;
 
 /* ---- tensor memory ----
@@ -228,7 +229,7 @@ template <class Tile, class Input> MK_DEVICE void load_pair_stage(GemmShared<Til
     bool scaled = false;
     if constexpr (Tile::scaled)
         scaled = in.a_scales != nullptr;
-    const int32_t x = k * (int32_t)(scaled ? kRowBytes : kBlockK);
+    const int32_t x = k * (int32_t)block_depth(scaled);
     if (cluster_rank() == 0)
         mbar_arrive_expect_tx_release_cta(full, scaled ? 2 * (kPairStageBytes + kStageScaleBytes) : 2 * kPairStageBytes);
     if constexpr (Tile::scaled)
@@ -243,13 +244,13 @@ template <class Tile, class Input> MK_DEVICE void load_pair_stage(GemmShared<Til
 
 /* ---- mma ---- */
 
-/* An operand of which the contraction axis is contiguous, or the other one: boxes of 64 x 64, one after the other. */
+/* An operand of which the contraction axis is contiguous, or the other one: bf16 in boxes of 64 x 64, one after the other; e4m3 in one of 128 x 128. */
 MK_DEVICE uint64_t pair_operand(uint32_t addr, bool outer)
 {
     return outer ? mk_smem_descriptor_sm100(addr, kBoxBytes, 1024, MK_SMEM_SWIZZLE_128B) : mk_operand_sm100(addr);
 }
-/* From one step of 16 to the next, in the descriptor's units. */
-MK_DEVICE uint64_t pair_next_step(bool outer) { return (outer ? 16 * kRowBytes : 16 * 2) >> 4; }
+/* From one step (of 32 bytes: 16 bf16 or 32 e4m3) to the next, in the descriptor's units. */
+MK_DEVICE uint64_t pair_next_step(bool outer, uint32_t depth) { return (outer ? depth * kRowBytes : 32) >> 4; }
 
 /* One K block: four steps of 16, ascending. */
 template <class Tile> MK_DEVICE void multiply_pair_stage(GemmShared<Tile> &s, uint32_t stage, uint32_t sums, const PairRecipe &how, bool accumulate)
@@ -257,20 +258,20 @@ template <class Tile> MK_DEVICE void multiply_pair_stage(GemmShared<Tile> &s, ui
     const uint64_t a = pair_operand(smem_addr(s.a[stage]), how.a_outer), b = pair_operand(smem_addr(s.b[stage]), how.b_outer);
     const uint32_t instruction = mk_mma_descriptor_bf16(2 * Tile::rows, Tile::cols, how.a_outer, how.b_outer);
     MK_UNROLL for (uint32_t step = 0; step < kBlockK / 16; step++)
-        tcgen05_mma_pair_bf16(sums, a + step * pair_next_step(how.a_outer), b + step * pair_next_step(how.b_outer), instruction, accumulate || step > 0);
+        tcgen05_mma_pair_bf16(sums, a + step * pair_next_step(how.a_outer, 16), b + step * pair_next_step(how.b_outer, 16), instruction, accumulate || step > 0);
 }
 
 /* The same of MXFP8: the block's scales, then four steps of 32, each with its own byte of the scales' cells. Copies and MMAs of one thread happen in the
  * order of their issue, so one place for scales is enough. */
-template <class Tile> MK_DEVICE void multiply_scaled_stage(GemmShared<Tile> &s, uint32_t stage, uint32_t sums, uint32_t scales, bool accumulate)
+template <class Tile> MK_DEVICE void multiply_scaled_stage(GemmShared<Tile> &s, uint32_t stage, uint32_t sums, uint32_t scales, const PairRecipe &how, bool accumulate)
 {
-    const uint64_t a = mk_operand_sm100(smem_addr(s.a[stage])), b = mk_operand_sm100(smem_addr(s.b[stage]));
+    const uint64_t a = pair_operand(smem_addr(s.a[stage]), how.a_outer), b = pair_operand(smem_addr(s.b[stage]), how.b_outer);
     MK_UNROLL for (uint32_t i = 0; i < kScaleAtoms; i++)
         tcgen05_copy_scales_pair(scales + i * MK_SCALE_ATOM_COLUMNS, mk_scale_descriptor_sm100(smem_addr(s.scales[stage][i])));
     MK_UNROLL for (uint32_t step = 0; step < kRowBytes / 32; step++)
-        tcgen05_mma_pair_mx(sums, a + step * pair_next_step(false), b + step * pair_next_step(false),
-                            mk_mma_descriptor_mx(2 * Tile::rows, Tile::cols, MK_MMA_E4M3, MK_MMA_E4M3, step, step), scales, scales + MK_SCALE_ATOM_COLUMNS,
-                            accumulate || step > 0);
+        tcgen05_mma_pair_mx(sums, a + step * pair_next_step(how.a_outer, 32), b + step * pair_next_step(how.b_outer, 32),
+                            mk_mma_descriptor_mx(2 * Tile::rows, Tile::cols, how.a_outer, how.b_outer, MK_MMA_E4M3, MK_MMA_E4M3, step, step), scales,
+                            scales + MK_SCALE_ATOM_COLUMNS, accumulate || step > 0);
 }
 
 /* The leading CTA's side of zero_tail: both CTAs' math warps are told that the block is there, and waited for. Release and acquire at cluster scope:
@@ -299,17 +300,18 @@ template <class Tile, class Tasks> MK_DEVICE void pair_mma(GemmShared<Tile> &s, 
         wait_mbar_cluster(smem_addr(&s.sums_ready[turn.slot]), turn.parity, "gemm_mma: free accumulators");
         for (int32_t k = 0; k < task.num_k_blocks; k++, at.next()) {
             wait_mbar_cluster(smem_addr(&s.full[at.slot]), at.parity, "gemm_mma: full stage");
-            if (k == task.num_k_blocks - 1 && how.tail_rows < kBlockK) {
+            if (k == task.num_k_blocks - 1 && how.missing_rows) {
                 have_tail_zeroed(s, turn.slot, tails >> turn.slot & 1);
                 tails ^= 1u << turn.slot;
             }
             tcgen05_fence_after_sync(); /* of the loads' and, at first, of the math warps' arrival */
             const uint32_t sums = tensor_memory + turn.slot * kSumsApart<Tile>;
+            const bool accumulate = k > 0 || how.continues;
             if constexpr (Tile::scaled)
                 if (how.scaled)
-                    multiply_scaled_stage(s, at.slot, sums, tensor_memory + kFirstScaleColumn<Tile>, k > 0);
+                    multiply_scaled_stage(s, at.slot, sums, tensor_memory + kFirstScaleColumn<Tile>, how, accumulate);
             if (!Tile::scaled || !how.scaled)
-                multiply_pair_stage(s, at.slot, sums, how, k > 0 || how.continues);
+                multiply_pair_stage(s, at.slot, sums, how, accumulate);
             tcgen05_commit_pair(smem_addr(&s.empty[at.slot]), kBothCtas);
         }
         tcgen05_commit_pair(smem_addr(&s.sums_full[turn.slot]), kBothCtas);
@@ -318,17 +320,29 @@ template <class Tile, class Tasks> MK_DEVICE void pair_mma(GemmShared<Tile> &s, 
 
 /* ---- math ---- */
 
-/* This CTA's share of the last K block, its rows from `rows` on: zeros in both operands, because 0 times what lies there may be NaN. Rows are the
- * contraction axis, boxes of 64 x 64. A warpgroup, before its MMAs. */
-template <class Tile> MK_DEVICE void zero_tail(GemmShared<Tile> &s, uint32_t stage, uint32_t rows)
+/* Scales of blocks without a row that exists: not NaN. A thread has a row's cell of each atom. */
+template <class Tile> MK_DEVICE void zero_tail_scales(GemmShared<Tile> &s, uint32_t stage, uint32_t rows)
 {
-    constexpr uint32_t boxes = Tile::rows / 64;
-    static_assert(Tile::cols / 2 == Tile::rows, "as many boxes of B as of A");
-    for (uint32_t i = thread_idx() % 128; i < (kBlockK - rows) * 8; i += 128)
-        for (uint32_t box = 0; box < boxes; box++) {
-            store_shared_b128(smem_addr(s.a[stage]) + box * kBoxBytes + rows * kRowBytes + i * 16, {0, 0, 0, 0});
-            store_shared_b128(smem_addr(s.b[stage]) + box * kBoxBytes + rows * kRowBytes + i * 16, {0, 0, 0, 0});
+    static_assert(MK_SCALE_ATOM_BYTES == 128 * MK_SCALE_ATOM_BLOCKS, "a cell for each thread of a warpgroup");
+    for (uint32_t atom = 0; atom < kScaleAtoms; atom++)
+        for (uint32_t block = (rows + 31) / 32; block < MK_SCALE_ATOM_BLOCKS; block++)
+            store(&s.scales[stage][atom][thread_idx() % 128 * MK_SCALE_ATOM_BLOCKS + block], (uint8_t)0);
+}
+
+/* This CTA's share of the last K block, its rows that do not exist: zeros in both operands, because 0 times what lies there may be NaN. Rows are the
+ * contraction axis: all 128 of e4m3, or 64 of bf16 twice. A warpgroup, before its MMAs. */
+template <class Tile> MK_DEVICE void zero_tail(GemmShared<Tile> &s, uint32_t stage, const PairRecipe &how)
+{
+    const uint32_t depth = block_depth(how.scaled), rows = depth - how.missing_rows;
+    static_assert(Tile::cols / 2 == Tile::rows, "as many rows of B as of A");
+    for (uint32_t i = thread_idx() % 128; i < how.missing_rows * 8; i += 128)
+        for (uint32_t first = rows; first < Tile::rows; first += depth) {
+            store_shared_b128(smem_addr(s.a[stage]) + first * kRowBytes + i * 16, {0, 0, 0, 0});
+            store_shared_b128(smem_addr(s.b[stage]) + first * kRowBytes + i * 16, {0, 0, 0, 0});
         }
+    if constexpr (Tile::scaled)
+        if (how.scaled)
+            zero_tail_scales(s, stage, rows);
     fence_proxy_async_shared_cta(); /* plain stores, read by MMAs */
 }
 
@@ -391,10 +405,10 @@ template <class Tile, class Epilogue, class Tasks> MK_DEVICE void pair_math(Gemm
         note_task(epilogue, number, TRACE_PRODUCT_BEGINS);
         if (!only_helps(task))
             of.meanwhile(task, out);
-        if (how.tail_rows < kBlockK) {
+        if (how.missing_rows) {
             wait_mbar_cluster(smem_addr(&s.tail_landed[warpgroup]), tails, "gemm_math: last block of a task");
             tails ^= 1;
-            zero_tail(s, (at.slot + Tile::stages - 1) % Tile::stages, how.tail_rows);
+            zero_tail(s, (at.slot + Tile::stages - 1) % Tile::stages, how);
             sync_warp();
             if (lane_idx() == 0)
                 mbar_arrive_remote_release_cluster(cluster_addr(smem_addr(&s.tail_zeroed[warpgroup]), 0));

@@ -46,6 +46,7 @@ constexpr uint32_t kGemmThreads = 384;
 constexpr uint32_t kMathWarpgroups = 2, kMathWarps = 8, kFirstMathWarp = 4;
 constexpr uint32_t kBlockK = 64;              /* contraction elements of a stage: one 128-byte swizzled row */
 constexpr uint32_t kRowBytes = kBlockK * 2;
+MK_DEVICE uint32_t block_depth(bool scaled) { return scaled ? kRowBytes : kBlockK; } /* of e4m3 a stage has twice as many */
 constexpr uint32_t kTaskSlots = 4;            /* ping-pong needs three: a task under way in each warpgroup, one ahead */
 constexpr uint32_t kStagingBytes = 4096;      /* for each math warp, to turn accumulators into rows */
 

@@ -464,9 +464,10 @@ static mk_backward_params backward_params(const cuda_call *c, const mok_backward
                             .shared_maps = mk_cuda_expert_maps(c->w, c->weights, true)};
     mk_tensor_map *to[MK_NUM_BACKWARD_MAPS] = {&p.ring_x, &p.ring_dout, &p.ring_gate, &p.ring_up, &p.ring_h, &p.gate, &p.up, &p.down,
                                                &p.shared_x, &p.shared_dout, &p.shared_dgate, &p.shared_dup, &p.shared_wh, &p.shared_gate, &p.shared_up, &p.shared_down,
-                                               &p.dgrad_dgate, &p.dgrad_dup, &p.wgrad_x, &p.wgrad_dout, &p.replay_gate, &p.replay_up,
+                                               &p.dgrad_dgate, &p.dgrad_dup, &p.replay_gate, &p.replay_up, &p.wgrad_x, &p.wgrad_dout, &p.wgrad_dgate, &p.wgrad_dup, &p.wgrad_h,
                                                &p.ring_x_scales, &p.ring_dout_scales, &p.gate_scales, &p.up_scales, &p.down_scales, &p.dgrad_dgate_scales,
-                                               &p.dgrad_dup_scales, &p.replay_gate_scales, &p.replay_up_scales};
+                                               &p.dgrad_dup_scales, &p.replay_gate_scales, &p.replay_up_scales, &p.wgrad_x_scales, &p.wgrad_dout_scales,
+                                               &p.wgrad_dgate_scales, &p.wgrad_dup_scales, &p.wgrad_h_scales};
     for (int i = 0; i < MK_NUM_BACKWARD_MAPS; i++)
         *to[i] = c->s->backward[i];
     fill_grads(c->w, &a->grads, &p);

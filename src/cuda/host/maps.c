@@ -212,23 +212,43 @@ static mok_status encode_backward_scaled(mok_workspace *w, const mok_weights *we
     return MOK_OK;
 }
 
-/* MXFP8. Where the ring is bf16, and weight gradients are of it, they read it. */
+/* MXFP8: what weight gradients read, their contraction being the rows: the ring, or what they have of their own. */
+static mok_status encode_wgrad(mok_workspace *w)
+{
+    mk_cuda_state *s = w->state;
+    const mk_memory *m = &w->memory;
+    const int64_t hidden = w->dims.hidden, width = w->dims.intermediate, rows = MK_RING_ROWS(&w->dims);
+    const bool scaled = w->dims.mx_scaled && w->dims.mx_wgrad, own_tokens = w->dims.mx_scaled || w->dims.mx_wgrad;
+    const struct { mk_backward_map map, scales; int64_t own, ring, cols; const char *name; } all[] = {
+        {MK_MAP_WGRAD_X, MK_MAP_WGRAD_X_SCALES, m->wgrad_x, m->ring_x, hidden, "x of weight gradients"},
+        {MK_MAP_WGRAD_DOUT, MK_MAP_WGRAD_DOUT_SCALES, m->wgrad_dout, m->ring_dout, hidden, "dout of weight gradients"},
+        {MK_MAP_WGRAD_DGATE, MK_MAP_WGRAD_DGATE_SCALES, m->wgrad_dgate, m->ring_gate, width, "dgate of weight gradients"},
+        {MK_MAP_WGRAD_DUP, MK_MAP_WGRAD_DUP_SCALES, m->wgrad_dup, m->ring_up, width, "dup of weight gradients"},
+        {MK_MAP_WGRAD_H, MK_MAP_WGRAD_H_SCALES, m->wgrad_h, m->ring_h, width, "w h of weight gradients"}};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
+        const bool own = scaled || (all[i].map <= MK_MAP_WGRAD_DOUT && own_tokens);
+        const char *at = w->local + (own ? all[i].own : all[i].ring);
+        mk_tensor t = (scaled ? mk_tensor_operand_e4m3 : mk_tensor_operand)(at, (uint64_t)all[i].cols, (uint64_t)rows, 1, BOX_BACKWARD);
+        MK_TRY(encode(s, &s->backward[all[i].map], &t, all[i].name));
+        if (!scaled)
+            continue;
+        t = mk_tensor_scales(at + rows * all[i].cols, (uint64_t)rows, (uint64_t)all[i].cols, 1);
+        MK_TRY(encode(s, &s->backward[all[i].scales], &t, all[i].name));
+    }
+    return MOK_OK;
+}
+
 static mok_status encode_backward_mx(mok_workspace *w, const mok_backward_args *a)
 {
     mk_cuda_state *s = w->state;
     const mk_memory *m = &w->memory;
-    const uint64_t hidden = (uint64_t)w->dims.hidden, width = (uint64_t)w->dims.intermediate, rows = (uint64_t)MK_RING_ROWS(&w->dims);
-    bool own = w->dims.mx_wgrad || w->dims.mx_scaled, scaled = w->dims.mx_scaled;
-    const struct { mk_backward_map map; int64_t place; uint64_t cols; const char *name; } all[] = {
-        {MK_MAP_WGRAD_X, own ? m->wgrad_x : m->ring_x, hidden, "x of weight gradients"}, {MK_MAP_WGRAD_DOUT, own ? m->wgrad_dout : m->ring_dout, hidden, "dout of weight gradients"},
-        {MK_MAP_DGRAD_DGATE, m->dgrad_dgate, width, "dgate quantised"}, {MK_MAP_DGRAD_DUP, m->dgrad_dup, width, "dup quantised"}};
-    for (size_t i = 0; i < (scaled ? 2 : sizeof all / sizeof *all); i++) {
-        mk_tensor t = mk_tensor_operand(w->local + all[i].place, all[i].cols, rows, 1, BOX_BACKWARD);
-        MK_TRY(encode(s, &s->backward[all[i].map], &t, all[i].name));
-    }
-    if (scaled)
+    const uint64_t width = (uint64_t)w->dims.intermediate, rows = (uint64_t)MK_RING_ROWS(&w->dims);
+    MK_TRY(encode_wgrad(w));
+    if (w->dims.mx_scaled)
         return encode_backward_scaled(w, &a->weights);
-    mk_tensor gate, up;
+    mk_tensor gate = mk_tensor_operand(w->local + m->dgrad_dgate, width, rows, 1, BOX_BACKWARD), up = mk_tensor_operand(w->local + m->dgrad_dup, width, rows, 1, BOX_BACKWARD);
+    MK_TRY(encode(s, &s->backward[MK_MAP_DGRAD_DGATE], &gate, "dgate quantised"));
+    MK_TRY(encode(s, &s->backward[MK_MAP_DGRAD_DUP], &up, "dup quantised"));
     describe_weights(w, MK_GEMM_GATE_UP, &a->weights, mk_cuda_wide(w, a->wide, MK_QUANT_FORWARD), BOX_BACKWARD, &gate, &up);
     MK_TRY(encode(s, &s->backward[MK_MAP_REPLAY_GATE], &gate, "gate of a replay"));
     return encode(s, &s->backward[MK_MAP_REPLAY_UP], &up, "up of a replay");

@@ -200,11 +200,13 @@ typedef struct mk_grad_out {
 
 /* The fused backward, and its stages one by one. Maps as in mk_gemm_params, every box 64 x 64; dout and dgate, dup stand in for x and h. */
 typedef struct mk_backward_params {
-    /* mk_dims.mx_scaled: what is followed by its scales is e4m3, read from there on (map + 1), and gate, up and down are transposed weights */
+    /* mk_dims.mx_scaled: what is followed by its scales is e4m3, read from there on (map + 1), and gate, up and down are transposed weights. wgrad_…: only with
+     * mk_dims.mx_wgrad; bf16 without. Their scales are of the transpose */
     mk_tensor_map ring_x, ring_x_scales, ring_dout, ring_dout_scales, ring_gate, ring_up, ring_h;
     mk_tensor_map gate, gate_scales, up, up_scales, down, down_scales;
     /* MXFP8: what dx_k's product and weight gradients read in place of the ring's, and a replay in place of gate and up */
-    mk_tensor_map dgrad_dgate, dgrad_dgate_scales, dgrad_dup, dgrad_dup_scales, wgrad_x, wgrad_dout, replay_gate, replay_gate_scales, replay_up, replay_up_scales;
+    mk_tensor_map dgrad_dgate, dgrad_dgate_scales, dgrad_dup, dgrad_dup_scales, replay_gate, replay_gate_scales, replay_up, replay_up_scales;
+    mk_tensor_map wgrad_x, wgrad_x_scales, wgrad_dout, wgrad_dout_scales, wgrad_dgate, wgrad_dgate_scales, wgrad_dup, wgrad_dup_scales, wgrad_h, wgrad_h_scales;
     mk_tensor_map shared_x, shared_dout, shared_dgate, shared_dup, shared_wh, shared_gate, shared_up, shared_down;
     const mk_tensor_map *expert_maps, *shared_maps; /* as in mk_forward_params */
     mk_rank_params rank;

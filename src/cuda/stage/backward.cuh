@@ -13,8 +13,8 @@
  *
  * Mx: the routed experts in MXFP8 (docs/contract.md). What a product wants quantised along another axis is in a buffer of its own (dgrad_*, wgrad_* in
  * layout/memory.h). Where the tensor cores multiply bf16 only, rows are widened as they land, and weights are widened copies. Elsewhere (is_scaled)
- * operands of replay and dgrads are e4m3 with scales, both with the contraction contiguous: dgrads read transposed weights. Weight gradients are of
- * bf16 numbers everywhere. */
+ * operands are e4m3 with scales: those of replay and dgrads with the contraction contiguous, dgrads reading transposed weights; those of weight gradients as they
+ * lie (of which mok_config.mx_wgrad_bf16 makes bf16 tasks). */
 #ifndef MK_STAGE_BACKWARD_CUH
 #define MK_STAGE_BACKWARD_CUH
 
@@ -70,9 +70,10 @@ MK_DEVICE int32_t stage_of(int32_t kind)
     }
 }
 
-/* Are a task's operands e4m3 with scales? Then a K block is 128 elements. */
-template <bool Mx> MK_DEVICE bool is_scaled(int32_t kind) { return Mx && kMultipliesMx && !is_shared_task(kind) && kind != MK_TASK_WGRAD; }
-template <bool Mx> MK_DEVICE int32_t k_blocks(int32_t kind, int64_t depth) { return (int32_t)(is_scaled<Mx>(kind) ? mk_ceil_div(depth, kRowBytes) : depth / kBlockK); }
+/* Are operands of this kind e4m3 with scales? A task has the answer in its flags. Then a K block is 128 elements. */
+template <bool Mx> MK_DEVICE bool is_scaled_kind(const mk_dims &d, int32_t kind) { return Mx && kMultipliesMx && !is_shared_task(kind) && (kind != MK_TASK_WGRAD || d.mx_wgrad); }
+template <bool Mx> MK_DEVICE bool is_scaled(const GemmTask &task) { return Mx && kMultipliesMx && task.kind & TASK_SCALED; }
+template <bool Mx> MK_DEVICE int32_t k_blocks(const GemmTask &task, int64_t depth) { return (int32_t)(is_scaled<Mx>(task) ? mk_ceil_div(depth, kRowBytes) : mk_ceil_div(depth, kBlockK)); }
 
 /* ---- the walk ---- */
 
@@ -172,6 +173,8 @@ template <bool Mx, class Tile = BackwardTile<Mx>> struct BackwardProgram {
         last.first.tag = next.tile;
         if (next.kind == MK_TASK_NONE)
             return;
+        if (is_scaled_kind<Mx>(p.rank.dims, next.kind))
+            last.first.kind |= TASK_SCALED;
         if (stage_of(next.kind) == MK_TASK_WGRAD)
             wgrad_task(next, last.first);
         else
@@ -194,7 +197,7 @@ private:
         const int64_t width = shared ? d.shared_intermediate : d.intermediate;
         last.cols = (int32_t)(stage == MK_TASK_GATE_UP ? TileBackward::cols / 2 : TileBackward::cols);
         task.col = next.part * (int32_t)kColumnTiles<TileBackward> * last.cols;
-        task.num_k_blocks = stage == MK_TASK_DGRAD_GATE_UP ? 2 * k_blocks<Mx>(next.kind, width) : k_blocks<Mx>(next.kind, d.hidden);
+        task.num_k_blocks = stage == MK_TASK_DGRAD_GATE_UP ? 2 * k_blocks<Mx>(task, width) : k_blocks<Mx>(task, d.hidden);
         if constexpr (Mx) /* a task that is there for the weight gradients' operands alone */
             task.num_k_blocks = stage == MK_TASK_DGRAD_GATE_UP && !p.want_data ? 2 : task.num_k_blocks;
         task.out_row = next.tile * MK_ROW_TILE;
@@ -231,7 +234,7 @@ private:
         task.col = part.col;
         last.cols = (int32_t)TileBackward::cols;
         /* A contraction over nothing is one block, all of it zeroed. */
-        task.num_k_blocks = (int32_t)mk_max(mk_ceil_div(task.num_rows, kBlockK), 1);
+        task.num_k_blocks = (int32_t)mk_max(k_blocks<Mx>(task, task.num_rows), 1);
     }
 };
 
@@ -294,7 +297,7 @@ template <bool Mx> struct BackwardLoad {
 private:
     MK_MEMBER LoadRun packed_run(const GemmTask &task, int32_t which) const
     {
-        if (is_scaled<Mx>(task.kind & TASK_KIND_MASK))
+        if (is_scaled<Mx>(task) && (task.kind & TASK_KIND_MASK) != MK_TASK_WGRAD)
             return scaled_run(task, which);
         const int32_t kind = task.kind & TASK_KIND_MASK, half = (int32_t)(cluster_rank() % kColumnTiles<TileBackward> * kBoxRowsA<TileBackward>), all = task.num_k_blocks;
         const bool shared = is_shared_task(kind);
@@ -312,7 +315,7 @@ private:
         }
     }
 
-    /* Operands are e4m3, K is the contiguous axis of both. A pair's: the CTAs' halves of B follow each other, or are gate and up. */
+    /* Of a replay or a dgrad: operands are e4m3, K is the contiguous axis of both. A pair's: the CTAs' halves of B follow each other, or are gate and up. */
     MK_MEMBER LoadRun scaled_run(const GemmTask &task, int32_t which) const
     {
         const int32_t step = (int32_t)kRowBytes, all = task.num_k_blocks;
@@ -335,17 +338,17 @@ private:
     /* Both operands as they lie: K is the rows. */
     MK_MEMBER LoadRun wgrad(const GemmTask &task, bool shared, int32_t half, int32_t which) const
     {
-        const int32_t matrix = wgrad_matrix(task), all = task.num_k_blocks;
-        const int32_t fit = shared ? all : (int32_t)mk_min((MK_RING_ROWS(&p.rank.dims) - task.row) / K, all);
-        const mk_tensor_map *left = shared ? &p.shared_dout : Mx ? &p.wgrad_dout : &p.ring_dout, *right = shared ? &p.shared_wh : &p.ring_h;
+        const int32_t matrix = wgrad_matrix(task), all = task.num_k_blocks, step = (int32_t)block_depth(is_scaled<Mx>(task));
+        const int32_t fit = shared ? all : (int32_t)mk_min(k_blocks<Mx>(task, MK_RING_ROWS(&p.rank.dims) - task.row), all);
+        const mk_tensor_map *left = shared ? &p.shared_dout : Mx ? &p.wgrad_dout : &p.ring_dout, *right = shared ? &p.shared_wh : Mx ? &p.wgrad_h : &p.ring_h;
         if (matrix != MK_GRAD_DOWN)
             right = shared ? &p.shared_x : Mx ? &p.wgrad_x : &p.ring_x;
         if (matrix == MK_GRAD_GATE)
-            left = shared ? &p.shared_dgate : &p.ring_gate;
+            left = shared ? &p.shared_dgate : Mx ? &p.wgrad_dgate : &p.ring_gate;
         if (matrix == MK_GRAD_UP)
-            left = shared ? &p.shared_dup : &p.ring_up;
+            left = shared ? &p.shared_dup : Mx ? &p.wgrad_dup : &p.ring_up;
         const int32_t y = which ? 0 : task.row;
-        return {left, right, right, task.out_row + half, y, task.col, task.col + 64, y, 0, 0, K, 0, K, which ? all - fit : fit};
+        return {left, right, right, task.out_row + half, y, task.col, task.col + 64, y, 0, 0, step, 0, step, which ? all - fit : fit};
     }
 };
 

@@ -21,28 +21,31 @@ template <bool Mx> MK_DEVICE void load_bf16_block(BackwardShared<Mx> &s, uint32_
     tma_load_3d_pair(b + kBoxBytes, map_b, gate_up ? b_x : b_x + 64, gate_up ? r.b_y + 64 : r.b_y, r.b_depth, bar);
 }
 
-/* The same of e4m3, with scales: of this CTA's rows of A, and of both halves of B. The map of an operand's scales follows the operand's. */
+/* The same of e4m3, with scales: of this CTA's rows of A, and of both halves of B. The map of an operand's scales follows the operand's. K is x of the operands, or
+ * y of a weight gradient's; of the scales it is x always. Boxes are 64 rows, whichever axis these are. */
 template <bool Mx> MK_DEVICE void load_scaled_block(BackwardShared<Mx> &s, uint32_t stage, const GemmTask &task, const LoadRun &r)
 {
     const uint32_t full = smem_addr(&s.gemm.full[stage]), bar = cluster_addr(full, 0), a = smem_addr(s.gemm.a[stage]), b = smem_addr(s.gemm.b[stage]);
-    const int32_t high_y = (task.kind & TASK_KIND_MASK) == MK_TASK_GATE_UP ? r.b_y : r.b_y + (int32_t)TileBackward::cols / 2;
+    const bool outer = is_wgrad(task);
+    const int32_t half = (task.kind & TASK_KIND_MASK) == MK_TASK_GATE_UP ? 0 : (int32_t)TileBackward::cols / 2; /* from one half of B to the other */
+    const int32_t k = outer ? r.a_y : r.a_x, a_row = outer ? r.a_x : r.a_y, b_row = outer ? r.b_x : r.b_y, scale_x = k * 2; /* mk_tensor_scales */
     const mk_tensor_map *map_b = cluster_rank() == 1 ? r.b_high : r.b_low;
-    const int32_t b_y = cluster_rank() == 1 ? high_y : r.b_y, scale_x = r.a_x * 2; /* mk_tensor_scales; a_x and b_x are the same K */
+    const int32_t own_row = cluster_rank() == 1 ? b_row + half : b_row, b_x = outer ? own_row : r.b_x, b_y = outer ? r.b_y : own_row;
     if (cluster_rank() == 0)
         mbar_arrive_expect_tx_release_cta(full, 2 * (kPairStageBytes + kStageScaleBytes));
-    tma_load_3d_pair(smem_addr(s.gemm.scales[stage][0]), r.a + 1, scale_x, r.a_y / MK_SCALE_ATOM_ROWS, 0, bar);
-    tma_load_3d_pair(smem_addr(s.gemm.scales[stage][1]), r.b_low + 1, scale_x, r.b_y / MK_SCALE_ATOM_ROWS, r.b_depth, bar);
-    tma_load_3d_pair(smem_addr(s.gemm.scales[stage][2]), r.b_high + 1, scale_x, high_y / MK_SCALE_ATOM_ROWS, r.b_depth, bar);
+    tma_load_3d_pair(smem_addr(s.gemm.scales[stage][0]), r.a + 1, scale_x, a_row / MK_SCALE_ATOM_ROWS, 0, bar);
+    tma_load_3d_pair(smem_addr(s.gemm.scales[stage][1]), r.b_low + 1, scale_x, b_row / MK_SCALE_ATOM_ROWS, r.b_depth, bar);
+    tma_load_3d_pair(smem_addr(s.gemm.scales[stage][2]), r.b_high + 1, scale_x, (b_row + half) / MK_SCALE_ATOM_ROWS, r.b_depth, bar);
     tma_load_3d_pair(a, r.a, r.a_x, r.a_y, 0, bar);
     tma_load_3d_pair(a + kBoxBytes, r.a, r.a_x, r.a_y + 64, 0, bar);
-    tma_load_3d_pair(b, map_b, r.b_x, b_y, r.b_depth, bar);
-    tma_load_3d_pair(b + kBoxBytes, map_b, r.b_x, b_y + 64, r.b_depth, bar);
+    tma_load_3d_pair(b, map_b, b_x, b_y, r.b_depth, bar);
+    tma_load_3d_pair(b + kBoxBytes, map_b, b_x, b_y + 64, r.b_depth, bar);
 }
 
 template <bool Mx> MK_DEVICE void backward_load_block(BackwardShared<Mx> &s, uint32_t stage, const GemmTask &task, const LoadRun &r)
 {
     if constexpr (Mx)
-        if (is_scaled<Mx>(task.kind & TASK_KIND_MASK))
+        if (is_scaled<Mx>(task))
             return load_scaled_block(s, stage, task, r);
     load_bf16_block(s, stage, task, r);
 }
@@ -58,13 +61,13 @@ template <bool Mx> struct BackwardTasks {
     MK_MEMBER PairRecipe recipe(const GemmTask &task) const
     {
         PairRecipe how;
-        how.b_outer = stage_of(task.kind & TASK_KIND_MASK) != MK_TASK_GATE_UP;
-        how.scaled = is_scaled<Mx>(task.kind & TASK_KIND_MASK);
+        how.scaled = is_scaled<Mx>(task);
+        how.a_outer = is_wgrad(task);
+        how.b_outer = how.a_outer || (!how.scaled && stage_of(task.kind & TASK_KIND_MASK) != MK_TASK_GATE_UP);
         if (!is_wgrad(task))
             return how;
-        how.a_outer = true;
         how.continues = !(task.kind & WGRAD_FIRST);
-        how.tail_rows = (uint32_t)(task.num_rows - (task.num_k_blocks - 1) * (int32_t)kBlockK);
+        how.missing_rows = (uint32_t)task.num_k_blocks * block_depth(how.scaled) - (uint32_t)task.num_rows;
         return how;
     }
 

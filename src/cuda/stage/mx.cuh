@@ -143,15 +143,64 @@ MK_DEVICE void mx_round_column(const uint16_t *from, int64_t stride, int32_t row
         store(to + r * to_stride, mk_mx_widen(mk_mx_encode(load(from + r * stride), scale), scale));
 }
 
+/* Eight columns of rows in bf16. */
+struct MxColumns8 {
+    const uint16_t *from;
+    int64_t stride;
+    MK_MEMBER Vec4 operator()(int32_t row) const { return load(reinterpret_cast<const Vec4 *>(from + row * stride)); }
+};
+
+/* The largest |x| of each column, NaN and infinities too. */
+template <class RowAt> MK_DEVICE Vec4 mx_largest_down(const RowAt &row_at, int32_t rows)
+{
+    Vec4 largest = {0, 0, 0, 0};
+    MK_UNROLL_4 for (int32_t r = 0; r < rows; r++) {
+        const Vec4 v = row_at(r);
+        largest = {max_u16x2(largest.x, mx_sizes(v.x)), max_u16x2(largest.y, mx_sizes(v.y)), max_u16x2(largest.z, mx_sizes(v.z)), max_u16x2(largest.w, mx_sizes(v.w))};
+    }
+    return largest;
+}
+
+/* One column of mx_quantise_columns8, whatever is in it. */
+template <class RowAt> MK_DEVICE uint8_t mx_quantise_column_of(const RowAt &row_at, int i, int32_t rows, uint8_t *to, int64_t to_stride)
+{
+    uint16_t amax = 0;
+    MK_ROLLED for (int32_t r = 0; r < rows; r++)
+        amax = mk_mx_amax(amax, mx_number(row_at(r), i));
+    const uint8_t scale = mk_mx_scale(amax);
+    MK_ROLLED for (int32_t r = 0; r < rows; r++)
+        store(to + r * to_stride + i, mk_mx_encode(mx_number(row_at(r), i), scale));
+    return scale;
+}
+
+/* Eight columns of up to 32 rows, row_at(r) each, quantised down the rows: elements as they lie, and put_scale(i, scale) of column i. Rows from `rows` on
+ * count as zeros and are not written. Read twice, as by mx_round_columns8. */
+template <class RowAt, class PutScale> MK_DEVICE void mx_quantise_columns8(const RowAt &row_at, int32_t rows, uint8_t *to, int64_t to_stride, const PutScale &put_scale)
+{
+    const Vec4 largest = mx_largest_down(row_at, rows);
+    if (!mx_all_finite8(largest)) {
+        MK_ROLLED for (int i = 0; i < 8; i++)
+            put_scale(i, mx_quantise_column_of(row_at, i, rows, to, to_stride));
+        return;
+    }
+    float r[8];
+    MK_UNROLL for (int i = 0; i < 8; i++) {
+        const uint8_t scale = mk_mx_scale(mx_number(largest, i));
+        put_scale(i, scale);
+        r[i] = mx_reciprocal(scale);
+    }
+    MK_UNROLL_4 for (int32_t row = 0; row < rows; row++) {
+        const Vec4 v = row_at(row);
+        store(reinterpret_cast<MxElements8 *>(to + row * to_stride), MxElements8{mx_encode2(v.x, r[0], r[1]) | mx_encode2(v.y, r[2], r[3]) << 16,
+                                                                                 mx_encode2(v.z, r[4], r[5]) | mx_encode2(v.w, r[6], r[7]) << 16});
+    }
+}
+
 /* Eight columns of up to 32 rows, quantised down the rows and widened again; rows from `rows` on count as zeros and are not written. In place
  * if to == from. Read twice: 32 rows of registers would be too many, and the second time they come from a cache. */
 MK_DEVICE void mx_round_columns8(const uint16_t *from, int64_t stride, int32_t rows, uint16_t *to, int64_t to_stride)
 {
-    Vec4 largest = {0, 0, 0, 0};
-    MK_UNROLL_4 for (int32_t r = 0; r < rows; r++) {
-        const Vec4 v = load(reinterpret_cast<const Vec4 *>(from + r * stride));
-        largest = {max_u16x2(largest.x, mx_sizes(v.x)), max_u16x2(largest.y, mx_sizes(v.y)), max_u16x2(largest.z, mx_sizes(v.z)), max_u16x2(largest.w, mx_sizes(v.w))};
-    }
+    const Vec4 largest = mx_largest_down(MxColumns8{from, stride}, rows);
     if (!mx_has_factor(mk_mx_scale(mx_largest8(largest))) || !mx_all_finite8(largest)) {
         MK_ROLLED for (int i = 0; i < 8; i++)
             mx_round_column(from + i, stride, rows, to + i, to_stride);

@@ -1,5 +1,5 @@
 /* Weight gradients on the device: dWd += dout^T (w h), dWg += dgate^T x, dWu += dup^T x over the rows of one piece, in table order.
- * Both operands lie with their rows as the contraction axis, as they stand in the ring: nothing is transposed. A cut expert's sum goes on
+ * Both operands lie with their rows as the contraction axis, as they stand in the ring: nothing is transposed, not even e4m3. A cut expert's sum goes on
  * in wgrad_partial (fp32), from which the next piece's accumulators start, so that cutting changes no bit. */
 #ifndef MK_STAGE_WGRAD_CUH
 #define MK_STAGE_WGRAD_CUH
@@ -44,8 +44,8 @@ struct WgradGrid {
     }
 };
 
-/* Flags travel in the upper bits of GemmTask.kind; TASK_SAVED: the rows' gate and up are in the context. */
-enum { WGRAD_MATRIX_SHIFT = 8, WGRAD_FIRST = 1 << 12, WGRAD_LAST = 1 << 13, TASK_SAVED = 1 << 14, TASK_KIND_MASK = 0xff };
+/* Flags travel in the upper bits of GemmTask.kind; TASK_SAVED: the rows' gate and up are in the context; TASK_SCALED: operands are e4m3 with scales. */
+enum { WGRAD_MATRIX_SHIFT = 8, WGRAD_FIRST = 1 << 12, WGRAD_LAST = 1 << 13, TASK_SAVED = 1 << 14, TASK_SCALED = 1 << 15, TASK_KIND_MASK = 0xff };
 MK_DEVICE int32_t wgrad_matrix(const GemmTask &task) { return task.kind >> WGRAD_MATRIX_SHIFT & 3; }
 
 /* The rows of a ragged last K block that do not exist: zero in both operands, because 0 times what lies there may be NaN. One
@@ -223,54 +223,99 @@ private:
     }
 };
 
-/* MXFP8: the operands of a tile's weight gradients, quantised along its rows in blocks of 32 and widened again. Every task of s2_gate_up_bwd
+/* MXFP8: the operands of a tile's weight gradients, quantised along its rows in blocks of 32. Every task of s2_gate_up_bwd
  * does its share of the tile, before its product: by then everything that the products of before read of the tile has been written, and nobody but
- * weight gradients reads it again. dgate, dup and w h in place; x and dout, which other rows of the ring may be copied from, into
- * buffers of their own; where the ring is e4m3 (mx_scaled), widened on the way, even if weight gradients are of bf16 operands. A warp (of the four of a
- * task) takes the block of rows that begins `first` rows below the tile's first, a lane eight columns at a time: so lanes part, and nothing in here may need
- * them all, as warp_idx does. */
+ * weight gradients reads it again. Where the tensor cores multiply bf16, they are widened again: dgate, dup and w h in place; x and dout, which other rows
+ * of the ring may be copied from, into buffers of their own. Elsewhere all are elements [ring, columns] in buffers of their own, and behind them the scales of the
+ * transpose in their atoms; or, if weight gradients are of bf16 operands, x and dout are only widened. A warp (of the four of a task) takes one block of rows, a lane
+ * eight columns at a time: so lanes part, and nothing behind block_of may need them all, as warp_idx does. */
 struct WgradOperands {
     const mk_rank_params &r;
     bool with_x;
 
-    /* Eight columns of the warp's rows of e4m3 in the ring: behind its elements are the scales. */
-    MK_MEMBER void widen(const GemmTask &task, uint32_t first_row, int64_t from, int64_t to, int64_t cols, int64_t col) const
+    /* The warp's rows of a tile in the ring; none: all are past the tile's count. */
+    struct Block { int64_t first; int32_t rows; };
+    static MK_MEMBER Block block_of(const GemmTask &task)
     {
-        const uint8_t *elements = in_local<uint8_t>(r, from), *scales = elements + MK_RING_ROWS(&r.dims) * cols;
-        const int64_t first = (int64_t)task.row + first_row, rows = mk_min((int64_t)task.row + task.num_rows - first, MK_MX_BLOCK);
-        for (int64_t row = first; row < first + rows && col < cols; row++)
-            store(reinterpret_cast<Vec4 *>(in_local<bf16>(r, to) + row * cols + col),
-                  mx_widen8(load(reinterpret_cast<const MxElements8 *>(elements + row * cols + col)), load(scales + mk_mx_scale_index(row, col / MK_MX_BLOCK, cols))));
+        const uint32_t first = warp_idx() % 4 * MK_MX_BLOCK;
+        return {(int64_t)task.row + first, (int32_t)mk_min((int64_t)task.num_rows - first, MK_MX_BLOCK)};
     }
 
-    MK_MEMBER void round(const GemmTask &task, uint32_t first, int64_t from, int64_t to, int64_t cols, int64_t col) const
+    /* Eight columns of such rows of e4m3 with scales along the columns, widened. */
+    struct WidenedColumns8 {
+        const uint8_t *elements, *scales; /* of the whole ring */
+        int64_t first, cols, col;
+        MK_MEMBER Vec4 operator()(int32_t i) const
+        {
+            const int64_t row = first + i;
+            return mx_widen8(load(reinterpret_cast<const MxElements8 *>(elements + row * cols + col)), load(scales + mk_mx_scale_index(row, col / MK_MX_BLOCK, cols)));
+        }
+    };
+    MK_MEMBER WidenedColumns8 widened(const Block &block, int64_t from, int64_t cols, int64_t col) const
     {
-        const int32_t rows = (int32_t)mk_min((int64_t)task.num_rows - first, MK_MX_BLOCK);
-        const int64_t at = ((int64_t)task.row + first) * cols + col;
-        if (rows > 0 && col < cols)
-            mx_round_columns8(in_local<bf16>(r, from) + at, cols, rows, in_local<bf16>(r, to) + at, cols);
+        const uint8_t *elements = in_local<uint8_t>(r, from);
+        return {elements, elements + MK_RING_ROWS(&r.dims) * cols, block.first, cols, col};
+    }
+    MK_MEMBER MxColumns8 in_bf16(const Block &block, int64_t from, int64_t cols, int64_t col) const { return {in_local<bf16>(r, from) + block.first * cols + col, cols}; }
+
+    template <class RowAt> MK_MEMBER void quantise(const Block &block, const RowAt &row_at, int64_t to, int64_t cols, int64_t col) const
+    {
+        uint8_t *elements = in_local<uint8_t>(r, to), *scales = elements + MK_RING_ROWS(&r.dims) * cols;
+        mx_quantise_columns8(row_at, block.rows, elements + block.first * cols + col, cols, [&](int i, uint8_t scale) {
+            store(scales + mk_mx_scale_index(col + i, block.first / MK_MX_BLOCK, MK_RING_ROWS(&r.dims)), scale);
+        });
+    }
+
+    MK_MEMBER void round(const Block &block, int64_t from, int64_t to, int64_t cols, int64_t col) const
+    {
+        mx_round_columns8(in_local<bf16>(r, from) + block.first * cols + col, cols, block.rows, in_local<bf16>(r, to) + block.first * cols + col, cols);
+    }
+
+    /* Eight columns of x or dout. */
+    MK_MEMBER void take_token(const Block &block, int64_t from, int64_t to, int64_t col) const
+    {
+        const int64_t cols = r.dims.hidden;
+        if constexpr (kMultipliesMx) {
+            const WidenedColumns8 rows = widened(block, from, cols, col);
+            if (r.dims.mx_wgrad)
+                return quantise(block, rows, to, cols, col);
+            for (int32_t i = 0; i < block.rows; i++)
+                store(reinterpret_cast<Vec4 *>(in_local<bf16>(r, to) + (block.first + i) * cols + col), rows(i));
+        } else {
+            round(block, from, to, cols, col);
+        }
+    }
+
+    /* Of dgate, dup or w h. */
+    MK_MEMBER void take_middle(const Block &block, int64_t from, int64_t to, int64_t col) const
+    {
+        const int64_t cols = r.dims.intermediate;
+        if constexpr (kMultipliesMx)
+            quantise(block, in_bf16(block, from, cols, col), to, cols, col);
+        else
+            round(block, from, from, cols, col);
     }
 
     /* The task's columns of x and dout (tile_cols from task.col on), and part `part` of `parts` of the others'. */
     MK_MEMBER void share(const GemmTask &task, uint32_t tile_cols, uint32_t part, uint32_t parts) const
     {
         const mk_memory &m = r.memory;
-        const uint32_t width = (uint32_t)r.dims.intermediate, pieces = width / 8, all = 3 * pieces, first = warp_idx() % 4 * MK_MX_BLOCK;
+        const Block block = block_of(task);
+        const uint32_t pieces = (uint32_t)r.dims.intermediate / 8, all = 3 * pieces;
+        if (block.rows <= 0)
+            return;
         for (uint32_t i = lane_idx(); i < 2 * tile_cols / 8; i += 32) {
             const bool of_x = i < tile_cols / 8;
-            const int64_t from = of_x ? m.ring_x : m.ring_dout, to = of_x ? m.wgrad_x : m.wgrad_dout, col = task.col + (int64_t)(i % (tile_cols / 8)) * 8;
-            if (!with_x && of_x)
+            const int64_t col = task.col + (int64_t)(i % (tile_cols / 8)) * 8;
+            if ((of_x && !with_x) || col >= r.dims.hidden)
                 continue;
-            if constexpr (kMultipliesMx)
-                widen(task, first, from, to, r.dims.hidden, col);
-            if (r.dims.mx_wgrad)
-                round(task, first, kMultipliesMx ? to : from, to, r.dims.hidden, col);
+            take_token(block, of_x ? m.ring_x : m.ring_dout, of_x ? m.wgrad_x : m.wgrad_dout, col);
         }
         if (!r.dims.mx_wgrad)
             return;
         for (uint32_t i = part * all / parts + lane_idx(); i < (part + 1) * all / parts; i += 32) {
-            const int64_t buffer = i / pieces == 0 ? m.ring_gate : i / pieces == 1 ? m.ring_up : m.ring_h;
-            round(task, first, buffer, buffer, width, (int64_t)(i % pieces) * 8);
+            const uint32_t which = i / pieces;
+            take_middle(block, which == 0 ? m.ring_gate : which == 1 ? m.ring_up : m.ring_h, which == 0 ? m.wgrad_dgate : which == 1 ? m.wgrad_dup : m.wgrad_h, (int64_t)(i % pieces) * 8);
         }
     }
 };
