@@ -62,7 +62,6 @@ WRONG = [
     ("gemm/mma.cuh", "db + step * kNextStep<B>, ", "!first || step > 0", ["true", "!first"]),
     ("gemm/mma.cuh", "smem_addr(s.a[at.slot]) + ", "first_row * kRowBytes", ["0"]),
     ("gemm/mma.cuh", "lane_idx() < ", "kLoadsFor<Tile>", ["1"]),
-    ("gemm/mma.cuh", "if (task.num_rows <= ", "(int32_t)Acc<Tile>::block_rows", ["(int32_t)Acc<Tile>::block_rows + 1"]),
     ("gemm/mma.cuh", "at.skip(", "(uint32_t)task.num_k_blocks", ["0"]),
     ("gemm/mma.cuh", "first_row + ", "warp % 4 * 16", ["0"]),
     ("gemm/epilogue.cuh", "(2 * j + in_piece) ^ ", "(in_row % 8)", ["0"]),

@@ -308,7 +308,7 @@ TEST(a_batch_of_duplicates_alone)
     layer_free(&p);
 }
 
-/* 65 rows of one expert, 64 of the other, replayed too: the MMAs of a tile's second half are left out where it has no rows. */
+/* 65 rows of one expert, 64 of the other, replayed too: a block of the accumulators has all its rows, and the next one or none. */
 TEST(half_a_tile_of_rows_and_one_more)
 {
     layer_problem p = make_problem(65, 64, 2, 128, 64);

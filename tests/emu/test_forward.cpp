@@ -116,7 +116,7 @@ TEST(one_expert_gets_everything_of_all_ranks)
     run_case(s, "one expert");
 }
 
-/* The MMAs of a tile's second half are left out where it has no rows. */
+/* A block of the accumulators has all its rows, and the next one row. */
 TEST(half_a_tile_of_rows_and_one_more)
 {
     for (int64_t rows : {64, 65}) {

@@ -33,15 +33,15 @@ template <class Tile> struct Acc {
     static constexpr uint32_t blocks = Tile::rows / 64 / (Tile::ping_pong ? 1 : kMathWarpgroups), block_rows = 64;
     float r[blocks][Tile::cols / 2];
 
-    /* Starts adding a K block (64 elements of the contraction axis) from the stage at addresses a and b to the first Blocks blocks;
-     * `first` sets the sums instead. Steps of 16, ascending. */
-    template <Major A, Major B, uint32_t Blocks = blocks> MK_MEMBER void multiply(uint32_t a, uint32_t b, bool first)
+    /* Starts adding a K block (64 elements of the contraction axis) from the stage at addresses a and b; `first` sets the sums
+     * instead. Steps of 16, ascending. */
+    template <Major A, Major B> MK_MEMBER void multiply(uint32_t a, uint32_t b, bool first)
     {
         constexpr uint64_t next_block = kHalfBytes >> 4;  /* in the descriptor's units; the same for both majors */
         const uint64_t da = operand_descriptor<A>(a), db = operand_descriptor<B>(b);
         wgmma_fence();
         MK_UNROLL for (uint32_t step = 0; step < kBlockK / 16; step++)
-            MK_UNROLL for (uint32_t m = 0; m < Blocks; m++)
+            MK_UNROLL for (uint32_t m = 0; m < blocks; m++)
                 issue<A, B>(r[m], da + step * kNextStep<A> + m * next_block, db + step * kNextStep<B>, !first || step > 0);
         wgmma_commit();
     }
@@ -76,15 +76,15 @@ struct WholeBlocks { template <class Tile> MK_MEMBER void last_block(GemmShared<
 
 /* Sums up one task, onto what the accumulators hold if `continues`. Leaves with all MMAs issued and the stage of the last one not yet
  * released. tail.last_block(s, stage) may change the operands of the last K block. */
-template <Major A, Major B, uint32_t Blocks, class Tile, class Tail>
-MK_DEVICE uint32_t multiply_blocks(GemmShared<Tile> &s, Acc<Tile> &acc, RingCursor<Tile::stages> &at, int32_t num_k_blocks, uint32_t first_row, bool continues, const Tail &tail)
+template <Major A, Major B, class Tile, class Tail>
+MK_DEVICE uint32_t multiply_task(GemmShared<Tile> &s, Acc<Tile> &acc, RingCursor<Tile::stages> &at, int32_t num_k_blocks, uint32_t first_row, bool continues, const Tail &tail)
 {
     uint32_t previous = 0;
     for (int32_t k = 0; k < num_k_blocks; k++, at.next()) {
         wait_mbar(smem_addr(&s.full[at.slot]), at.parity, "gemm_math: full stage");
         if (k == num_k_blocks - 1)
             tail.last_block(s, at.slot);
-        acc.template multiply<A, B, Blocks>(smem_addr(s.a[at.slot]) + first_row * kRowBytes, smem_addr(s.b[at.slot]), k == 0 && !continues);
+        acc.template multiply<A, B>(smem_addr(s.a[at.slot]) + first_row * kRowBytes, smem_addr(s.b[at.slot]), k == 0 && !continues);
         if (k > 0) {
             acc.wait_all_but_last();
             release_stage(s, previous);
@@ -92,30 +92,6 @@ MK_DEVICE uint32_t multiply_blocks(GemmShared<Tile> &s, Acc<Tile> &acc, RingCurs
         previous = at.slot;
     }
     return previous;
-}
-
-/* The whole tile. */
-template <Major A, Major B, class Tile, class Tail>
-MK_DEVICE uint32_t multiply_task(GemmShared<Tile> &s, Acc<Tile> &acc, RingCursor<Tile::stages> &at, int32_t num_k_blocks, uint32_t first_row, bool continues, const Tail &tail)
-{
-    return multiply_blocks<A, B, Acc<Tile>::blocks>(s, acc, at, num_k_blocks, first_row, continues, tail);
-}
-
-/* A tile of which num_rows rows exist. Half a tile's MMAs do for an expert's last rows, if they are few; no epilogue reads the other half. */
-template <Major A, Major B, class Tile>
-MK_DEVICE uint32_t multiply_rows(GemmShared<Tile> &s, Acc<Tile> &acc, RingCursor<Tile::stages> &at, const GemmTask &task, uint32_t first_row)
-{
-    if constexpr (Tile::ping_pong) {
-        static_assert(Acc<Tile>::blocks == 2, "a warpgroup has the whole tile");
-        if (task.num_rows <= (int32_t)Acc<Tile>::block_rows) {
-            const uint32_t last = multiply_blocks<A, B, 1>(s, acc, at, task.num_k_blocks, first_row, false, WholeBlocks());
-            acc.wait_all(); /* before the accumulators meet those of whole tiles: moving registers under way would serialise */
-            MK_UNROLL for (uint32_t i = 0; i < Tile::cols / 2; i++)
-                acc.r[1][i] = 0.0f; /* nothing of the last task lives on in registers */
-            return last;
-        }
-    }
-    return multiply_task<A, B>(s, acc, at, task.num_k_blocks, first_row, false, WholeBlocks());
 }
 
 /* A warpgroup begins task `number` of its CTA, or its epilogue, or has ended it: kernels that keep a trace overload this for their epilogue
@@ -150,7 +126,7 @@ template <class Tile, class Epilogue> MK_DEVICE void gemm_math(GemmShared<Tile> 
         if (Tile::ping_pong)
             barrier_named_sync(BARRIER_MATH_TURN + warpgroup, both);
         note_task(epilogue, turn, TRACE_PRODUCT_BEGINS);
-        const uint32_t last = multiply_rows<MajorK, MajorK>(s, acc, at, task, first_row);
+        const uint32_t last = multiply_task<MajorK, MajorK>(s, acc, at, task.num_k_blocks, first_row, false, WholeBlocks());
         if (Tile::ping_pong)
             barrier_named_arrive(BARRIER_MATH_TURN + (warpgroup ^ 1), both);  /* handed on as soon as the MMAs are issued */
         acc.wait_all();

@@ -626,9 +626,9 @@ template <bool Mx, class Tile = BackwardTile<Mx>> struct BackwardMath {
     {
         const ZeroTail tail = {(uint32_t)(task.num_rows - (task.num_k_blocks - 1) * (int32_t)kBlockK), BARRIER_ZERO_TAIL + warpgroup};
         switch (stage_of(task.kind & TASK_KIND_MASK)) {
-        case MK_TASK_GATE_UP: return multiply_rows<MajorK, MajorK>(s.gemm, acc, at, task, 0);
+        case MK_TASK_GATE_UP: return multiply_task<MajorK, MajorK>(s.gemm, acc, at, task.num_k_blocks, 0, false, WholeBlocks());
         case MK_TASK_DGRAD_DOWN:
-        case MK_TASK_DGRAD_GATE_UP: return multiply_rows<MajorK, MajorOuter>(s.gemm, acc, at, task, 0);
+        case MK_TASK_DGRAD_GATE_UP: return multiply_task<MajorK, MajorOuter>(s.gemm, acc, at, task.num_k_blocks, 0, false, WholeBlocks());
         default:
             if (task.kind & WGRAD_FIRST)
                 return multiply_task<MajorOuter, MajorOuter>(s.gemm, acc, at, task.num_k_blocks, 0, false, tail);
