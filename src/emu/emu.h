@@ -15,6 +15,7 @@
 
 #include <stddef.h>
 #include <stdint.h>
+#include <string.h>
 #include <functional>
 #include <memory>
 #include <string>
@@ -108,7 +109,13 @@ uint32_t swizzle_address(uint32_t address, int tensor_swizzle);
 uint32_t matrix_element_address(uint64_t descriptor, bool mn_major, uint32_t mn, uint32_t k);
 uint16_t float_to_bf16(float x);
 uint8_t float_to_e4m3(float x);
-float bf16_to_float(uint16_t x);
+inline float bf16_to_float(uint16_t x)
+{
+    const uint32_t bits = (uint32_t)x << 16;
+    float f;
+    memcpy(&f, &bits, 4);
+    return f;
+}
 
 } /* namespace emu */
 #endif

@@ -18,6 +18,8 @@ static constexpr size_t kStackBytes = 256 << 10;
 #else
 static constexpr size_t kStackBytes = 64 << 10;
 #endif
+/* Stacks begin at different distances from their ends, or all threads' frames would fall into the same few lines of the cache. */
+static constexpr size_t kLineBytes = 64, kDistances = 61;
 static Fiber *booting;
 
 /* AddressSanitizer has to know which stack is current. */
@@ -70,7 +72,8 @@ void Fiber::resume()
         booting = this;
         getcontext(&boot_);
         boot_.uc_stack.ss_sp = stack_ + kGuardBytes;
-        boot_.uc_stack.ss_size = kStackBytes;
+        static size_t booted;
+        boot_.uc_stack.ss_size = kStackBytes - kLineBytes * (booted++ % kDistances);
         boot_.uc_link = nullptr;
         makecontext(&boot_, &Fiber::enter, 0);
         setcontext(&boot_);

@@ -1,6 +1,7 @@
 /* The scheduler: launches, clusters coming and going, whom to run next, and what to do when nobody can. */
 #include "emu/machine.h"
 
+#include <malloc.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -321,6 +322,9 @@ static void run_until_done()
 
 Machine::Machine(uint64_t seed) : state_(std::make_unique<State>())
 {
+    /* What a CTA leaves behind the next one takes, instead of pages that the system has to clear first. */
+    mallopt(M_MMAP_THRESHOLD, 32 << 20);
+    mallopt(M_TRIM_THRESHOLD, 1 << 30);
     state_->seed = seed;
     state_->random.state = (seed + 1) * 0x9e3779b97f4a7c15ull | 1;
     for (int i = 0; i < 8; i++)

@@ -298,7 +298,7 @@ void mbarrier_arrive_async(Mbarrier &bar, const Clock &known);
 
 /* ---- copies and MMAs ---- */
 /* d[row][col] += sum over k of a[k][row] * b[k][col], k ascending; rows of d are `pitch` floats apart. */
-void multiply_add(float *d, uint32_t pitch, const float *a, const float *b, uint32_t rows, uint32_t n, uint32_t depth);
+void multiply_add(float *d, size_t pitch, const float *a, const float *b, size_t rows, size_t n, size_t depth);
 void observe_stores(Thread &t, size_t groups, bool read_only);
 /* Shared memory read by a bulk store or MMA has been waited for. */
 void end_async_read(Cta &cta, uint32_t offset);

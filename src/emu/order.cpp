@@ -33,18 +33,22 @@ void Clock::add(Epoch e)
     const uint32_t cta = cta_of(e), member = member_of(e);
     auto at = std::lower_bound(ctas_.begin(), ctas_.end(), cta, [](const Entry &x, uint32_t c) { return x.cta < c; });
     if (at == ctas_.end() || at->cta != cta)
-        at = ctas_.insert(at, {cta, std::make_shared<Counts>()});
+        at = ctas_.insert(at, {cta, std::make_shared<Counts>(), nullptr});
     else if (member < at->counts->size() && (*at->counts)[member] >= count_of(e))
         return;
-    if (at->counts.use_count() > 1)
+    if (at->counts.use_count() > 1) {
+        at->covers = at->counts;
         at->counts = std::make_shared<Counts>(*at->counts);
+    }
     if (at->counts->size() <= member)
         at->counts->resize(member + 1, 0);
     (*at->counts)[member] = count_of(e);
 }
 
+typedef std::shared_ptr<std::vector<uint32_t>> SharedCounts;
+
 /* The larger of both, sharing one of them where it is the larger everywhere. */
-static std::shared_ptr<std::vector<uint32_t>> larger(const std::shared_ptr<std::vector<uint32_t>> &a, const std::shared_ptr<std::vector<uint32_t>> &b)
+static SharedCounts larger(const SharedCounts &a, const SharedCounts &b)
 {
     const size_t both = std::min(a->size(), b->size());
     const uint32_t *x = a->data(), *y = b->data();
@@ -63,6 +67,28 @@ static std::shared_ptr<std::vector<uint32_t>> larger(const std::shared_ptr<std::
     return sum;
 }
 
+/* Vectors that several hold never change, so what was once found out about two of them stays true: a thread joins what it joined at the last
+ * barrier, and the lanes of a warp join the same one after the other. */
+void Clock::take(Entry &mine, const Entry &other)
+{
+    struct Found { SharedCounts a, b, both; };
+    static Found memory[64];
+    if (mine.counts == other.counts || mine.covers == other.counts)
+        return;
+    const bool shared = mine.counts.use_count() > 1;
+    Found &known = memory[((uintptr_t)mine.counts.get() ^ (uintptr_t)other.counts.get() >> 3) / 16 % 64];
+    if (shared && known.a == mine.counts && known.b == other.counts) {
+        mine.counts = known.both;
+        mine.covers = other.counts;
+        return;
+    }
+    SharedCounts both = larger(mine.counts, other.counts);
+    if (shared)
+        known = {mine.counts, other.counts, both};
+    mine.covers = both == other.counts ? nullptr : other.counts;
+    mine.counts = std::move(both);
+}
+
 void Clock::join(const Clock &other)
 {
     bool shrink = false;
@@ -78,9 +104,9 @@ void Clock::join(const Clock &other)
             at++;
         if (at == ctas_.size() || ctas_[at].cta != o.cta) {
             if (!has_ended(o.cta))
-                ctas_.insert(ctas_.begin() + (long)at, o);
-        } else if (ctas_[at].counts != o.counts) {
-            ctas_[at].counts = larger(ctas_[at].counts, o.counts);
+                ctas_.insert(ctas_.begin() + (long)at, {o.cta, o.counts, nullptr});
+        } else {
+            take(ctas_[at], o);
         }
     }
     if (shrink)

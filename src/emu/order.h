@@ -32,7 +32,8 @@ public:
     void clear() { ctas_.clear(); ended_.clear(); }
 private:
     typedef std::vector<uint32_t> Counts;        /* by member */
-    struct Entry { uint32_t cta; std::shared_ptr<Counts> counts; };
+    struct Entry { uint32_t cta; std::shared_ptr<Counts> counts, covers; };  /* covers: of another clock, nowhere larger than counts; or null */
+    void take(Entry &mine, const Entry &other);
     bool has_ended(uint32_t cta) const;
     std::vector<Entry> ctas_;                    /* ascending */
     std::vector<uint32_t> ended_;                /* by device: launches that have ended */

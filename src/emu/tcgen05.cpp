@@ -290,9 +290,15 @@ static float mini_float(uint8_t bits, bool e5m2)
 
 static float element(const uint8_t *p, uint32_t element_bytes, bool e5m2)
 {
+    static const std::vector<float> mini = [] {
+        std::vector<float> values;
+        for (uint32_t i = 0; i < 512; i++)
+            values.push_back(mini_float((uint8_t)i, i >= 256));
+        return values;
+    }();
     uint16_t bits;
     if (element_bytes == 1)
-        return mini_float(*p, e5m2);
+        return mini[e5m2 * 256 + *p];
     memcpy(&bits, p, 2);
     return bf16_to_float(bits);
 }
@@ -323,7 +329,7 @@ struct TensorMma : TensorOp {
         uint32_t cell;
         memcpy(&cell, &memory_of(cta).at(32 * quarter + (at >> 16), first_column + (at & 0xffff)), 4);
         const uint32_t e8m0 = cell >> (8 * byte) & 0xff;
-        return e8m0 == 0xff ? NAN : ldexpf(1.0f, (int)e8m0 - 127);
+        return e8m0 == 0xff ? NAN : mk::bits_to_float(e8m0 ? e8m0 << 23 : 1u << 22);
     }
 
     /* to[k][row] = from[k][first + row], times the scale of the row. */

@@ -87,12 +87,4 @@ uint8_t float_to_e4m3(float x)
     return (uint8_t)(sign | (steps + (unit + 9) * 8)); /* 8 steps more: a normal's first bit counts its exponent, so 16 carry into it */
 }
 
-float bf16_to_float(uint16_t x)
-{
-    const uint32_t bits = (uint32_t)x << 16;
-    float f;
-    memcpy(&f, &bits, 4);
-    return f;
-}
-
 } /* namespace emu */

@@ -53,20 +53,41 @@ static void fetch(const Cta &cta, uint64_t descriptor, bool mn_major, uint32_t r
 
 /* ---- arithmetic ---- */
 
-#define MULTIPLY_BODY                                                                       \
-    for (uint32_t row = 0; row < rows; row++)                                               \
-        for (uint32_t k = 0; k < depth; k++) {                                              \
-            const float x = a[k * rows + row];                                              \
-            for (uint32_t col = 0; col < n; col++)                                          \
-                d[row * pitch + col] = __builtin_fmaf(x, b[k * n + col], d[row * pitch + col]); \
-        }
-#define MULTIPLY_PARAMETERS float *__restrict d, uint32_t pitch, const float *__restrict a, const float *__restrict b, uint32_t rows, uint32_t n, uint32_t depth
-#if defined(__x86_64__)
-__attribute__((target("avx2,fma"))) static void multiply_fma(MULTIPLY_PARAMETERS) { MULTIPLY_BODY }
-#endif
-static void multiply_portable(MULTIPLY_PARAMETERS) { MULTIPLY_BODY }
+/* A block of Rows x Cols sums stays in registers while k goes from 0 to depth: the order of the additions is that of the plain loop. */
+template <uint32_t Rows, uint32_t Cols> [[gnu::always_inline]] static inline void multiply_block(float *__restrict d, size_t pitch, const float *__restrict a, const float *__restrict b,
+                                                                                               size_t rows, size_t n, size_t depth)
+{
+    float sum[Rows][Cols];
+    for (uint32_t r = 0; r < Rows; r++)
+        for (uint32_t c = 0; c < Cols; c++)
+            sum[r][c] = d[r * pitch + c];
+    for (uint32_t k = 0; k < depth; k++)
+        for (uint32_t r = 0; r < Rows; r++)
+            for (uint32_t c = 0; c < Cols; c++)
+                sum[r][c] = __builtin_fmaf(a[k * rows + r], b[k * n + c], sum[r][c]);
+    for (uint32_t r = 0; r < Rows; r++)
+        for (uint32_t c = 0; c < Cols; c++)
+            d[r * pitch + c] = sum[r][c];
+}
 
-void multiply_add(float *d, uint32_t pitch, const float *a, const float *b, uint32_t rows, uint32_t n, uint32_t depth)
+/* rows is a multiple of 4, n of 8. */
+#define MULTIPLY_PARAMETERS float *d, size_t pitch, const float *a, const float *b, size_t rows, size_t n, size_t depth
+[[gnu::always_inline]] static inline void multiply_blocks(MULTIPLY_PARAMETERS)
+{
+    for (size_t row = 0; row < rows; row += 4) {
+        size_t col = 0;
+        for (; col + 16 <= n; col += 16)
+            multiply_block<4, 16>(d + row * pitch + col, pitch, a + row, b + col, rows, n, depth);
+        if (col < n)
+            multiply_block<4, 8>(d + row * pitch + col, pitch, a + row, b + col, rows, n, depth);
+    }
+}
+#if defined(__x86_64__)
+__attribute__((target("avx2,fma"))) static void multiply_fma(MULTIPLY_PARAMETERS) { multiply_blocks(d, pitch, a, b, rows, n, depth); }
+#endif
+static void multiply_portable(MULTIPLY_PARAMETERS) { multiply_blocks(d, pitch, a, b, rows, n, depth); }
+
+void multiply_add(MULTIPLY_PARAMETERS)
 {
 #if defined(__x86_64__)
     if (__builtin_cpu_supports("fma") && __builtin_cpu_supports("avx2")) {

@@ -258,6 +258,9 @@ template <class T> inline void add_to_hash(uint64_t *hash, const std::vector<T> 
         *hash = (*hash ^ p[i]) * 0x100000001b3ull;
 }
 
+/* It asks for the first runs alone. */
+inline bool bits_only() { return getenv("MOK_TEST_BITS_ONLY") != nullptr; }
+
 inline void print_hash(const StepResult &g)
 {
     uint64_t hash = 0xcbf29ce484222325ull;

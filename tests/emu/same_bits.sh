@@ -3,7 +3,7 @@
 #   tests/emu/same_bits.sh BUILD
 build=$1
 MOK_TEST_SEED=${MOK_TEST_SEED:-$(date +%s)}
-export MOK_TEST_SEED
+export MOK_TEST_SEED MOK_TEST_BITS_ONLY=1
 bits() {
     "$build/test_emu_backward$1" a_cut_weight_gradient bf16_gradients | grep 'bits of'
     "$build/test_emu_mx_layer$1" forward_has_the_bits a_cut_weight_gradient gradients_in_one_call | grep 'bits of'

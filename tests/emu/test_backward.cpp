@@ -34,17 +34,15 @@ static void read_trace(mok_workspace *w, void *)
     }
 }
 
-#ifdef __SANITIZE_ADDRESS__ /* many times slower: enough to see bad accesses, not every combination */
-#ifdef MK_SM100
+#if defined(__SANITIZE_ADDRESS__) && defined(MK_SM100)
 enum { MOST_RUNS = 0, STUCK_STEP = 8 };
-#else
+#elif defined(__SANITIZE_ADDRESS__)
 enum { MOST_RUNS = 1, STUCK_STEP = 4 };
-#endif
 #else
 enum { MOST_RUNS = 100, STUCK_STEP = 1 };
 #endif
 
-/* A first run on one rank against the cpu backend, then others against its bits; under AddressSanitizer the last ones only. */
+/* A first run on one rank against the cpu backend, then others against its bits; under AddressSanitizer, many times slower, the last ones only. */
 static void compare(const layer_problem &p, const std::vector<Run> &runs, mok_dtype dtype = MOK_FP32, bool accumulate = false)
 {
     Run cpu = make_run("cpu", 1, 1024, 256), first = make_run("one rank, fused", 1, 1024, 256);
@@ -56,7 +54,8 @@ static void compare(const layer_problem &p, const std::vector<Run> &runs, mok_dt
         return;
     check_close(first, one, want);
     print_hash(one);
-    for (size_t i = runs.size() > MOST_RUNS ? runs.size() - MOST_RUNS : 0; i < runs.size(); i++) {
+    const size_t most = bits_only() ? 0 : MOST_RUNS;
+    for (size_t i = runs.size() > most ? runs.size() - most : 0; i < runs.size(); i++) {
         Run run = runs[i];
         run.dtype = dtype;
         run.accumulate = accumulate;
@@ -262,19 +261,19 @@ TEST(clusters_leave_by_the_clock)
 {
     uint64_t state = test_seed();
     uint32_t left = 0, none = 0;
-    layer_problem p = make_problem(400, 64, 4, 128, 64), stays = p;
+    layer_problem p = make_problem(260, 64, 4, 128, 64), stays = p;
     p.cfg.yield_us = 1;
     stays.cfg.yield_us = -1;
     const StepResult want = run_and_count(stays, make_run("all stay", 1, 1024, 256), 1, &none);
     CHECK_EQ(none, 0);
-    for (int i = 0; i < 5; i++) {
+    for (int i = 0; i < (MOST_RUNS > 1 ? 4 : 2); i++) {
         Run run = make_run("clusters leave", 1 + i % 2, i % 2 ? 1024 : 256, i % 2 ? 256 : 128, i % 2 ? MOK_SAVE_NONE : MOK_SAVE_RING);
         run.resident = 1 + (uint32_t)(i + 1) % 3;
         run.late = (uint32_t)test_below(&state, 200);
-        check_bits(run, run_and_count(p, run, 1u << test_below(&state, 15), &left), want);
+        check_bits(run, run_and_count(p, run, i ? 1u << test_below(&state, 15) : 1, &left), want); /* the first: whenever they may */
     }
     printf("  clusters that left: %u\n", left);
-    CHECK(left > 3);
+    CHECK(left > 0);
     layer_free(&p);
 }
 #endif

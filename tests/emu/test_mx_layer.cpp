@@ -175,7 +175,7 @@ static StepResult compare(const layer_problem &p, const Run &first, const std::v
 {
     const StepResult one = run_layer(p, first);
     check_close(first, one, run_layer(p, on_cpu(first)), kMore);
-    for (const Run &run : runs)
+    for (const Run &run : bits_only() ? std::vector<Run>() : runs)
         check_bits(run, run_layer(p, run), one);
     return one;
 }
