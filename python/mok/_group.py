@@ -11,8 +11,18 @@ import torch
 
 from . import _library as lib
 
-DEFAULT_TIMEOUT = float(os.environ.get("MOK_TIMEOUT_MS", 600_000)) / 1000  # seconds that a rank waits for another
-MOST_TIMEOUT = 2592000  # as mok_config.timeout_ms
+MOST_TIMEOUT = 2592000  # seconds, as mok_config.timeout_ms
+
+
+def _default_timeout() -> float:
+    """Seconds that a rank waits for another, as in libmok."""
+    wish = os.environ.get("MOK_TIMEOUT_MS", "600000")
+    if not wish.isdecimal() or not 1 <= int(wish) <= 1000 * MOST_TIMEOUT:
+        raise ValueError(f'MOK_TIMEOUT_MS is "{wish}" in the environment; it must be a number of milliseconds from 1 to {1000 * MOST_TIMEOUT}')
+    return int(wish) / 1000
+
+
+DEFAULT_TIMEOUT = _default_timeout()
 
 
 class Group:

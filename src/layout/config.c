@@ -209,7 +209,7 @@ static mok_status default_timeout_ms(int64_t *ms)
     const char *wish = getenv("MOK_TIMEOUT_MS");
     char *end = "";
     *ms = wish ? strtoll(wish, &end, 10) : 600000;
-    if (*end || *ms < 1 || *ms > max_timeout_ms)
+    if (*end || end == wish || *ms < 1 || *ms > max_timeout_ms)
         return mk_fail(MOK_E_ENV, "MOK_TIMEOUT_MS is \"%s\" in the environment; it must be a number of milliseconds from 1 to %lld", wish, (long long)max_timeout_ms);
     return MOK_OK;
 }

@@ -509,6 +509,29 @@ TEST(plan_of_MXFP8_on_Blackwell)
     CHECK_EQ(bytes_of(on_blackwell, "scaled_") + bytes_of(on_blackwell, "dgrad_"), 0);
 }
 
+TEST(the_default_time_out_comes_from_the_environment)
+{
+    static const struct { const char *wish; int64_t ms; } cases[] = {{"1234", 1234}, {"0", 0}, {"-5", 0}, {"12s", 0}, {"", 0}, {"2592000001", 0}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        mok_config c = MOK_INIT(mok_config);
+        mk_dims d;
+        c.hidden = c.intermediate = 64;
+        c.num_experts = c.topk = c.max_tokens = 1;
+        mok_config said = c; /* then nobody looks at the environment */
+        said.timeout_ms = 77;
+        setenv("MOK_TIMEOUT_MS", cases[i].wish, 1);
+        mok_status status = mk_resolve(&c, 1, 0, mk_default_machine(MOK_BACKEND_CPU), &d);
+        CHECK_EQ(status, cases[i].ms ? MOK_OK : MOK_E_ENV);
+        if (cases[i].ms)
+            CHECK_EQ(c.timeout_ms, cases[i].ms);
+        else
+            CHECK(strstr(mok_last_error(), cases[i].wish));
+        CHECK_EQ(mk_resolve(&said, 1, 0, mk_default_machine(MOK_BACKEND_CPU), &d), MOK_OK);
+        CHECK_EQ(said.timeout_ms, 77);
+    }
+    unsetenv("MOK_TIMEOUT_MS");
+}
+
 int main(int argc, char **argv)
 {
     return test_main(argc, argv);
