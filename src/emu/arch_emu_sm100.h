@@ -1,4 +1,4 @@
-/* The emulator's names for cuda/arch/sm100a.cuh. Bodies: tcgen05.cpp, and copy.cpp and launch_control.cpp for the rest. */
+/* The emulator's names for cuda/arch/sm100a.cuh. Bodies: tensor_memory.cpp, tcgen05*.cpp, and copy.cpp and launch_control.cpp for the rest. */
 #ifndef MK_EMU_ARCH_EMU_SM100_H
 #define MK_EMU_ARCH_EMU_SM100_H
 

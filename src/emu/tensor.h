@@ -1,4 +1,4 @@
-/* Tensor memory and the operations on it that are under way: state of tcgen05.cpp. */
+/* Tensor memory: its state, and the rules of those who touch it (tensor_memory.cpp). */
 #ifndef MK_EMU_TENSOR_H
 #define MK_EMU_TENSOR_H
 
@@ -29,22 +29,6 @@ struct TensorMemory {
     TensorCell &cell(uint32_t lane, uint32_t column) { return cells[lane / kLaneGroup * kTensorColumns + column]; }
 };
 
-/* An MMA, scale copy or commit. */
-struct TensorOp {
-    virtual ~TensorOp() {}
-    virtual void execute() = 0;
-    std::vector<std::pair<Cta *, uint32_t>> granules;  /* of shared memory that it reads */
-    std::vector<Cta *> ctas;                           /* that it touches */
-};
-
-/* Operations of one issuing thread happen in order. */
-struct TensorUnit {
-    Thread *issuer = nullptr;
-    std::deque<std::shared_ptr<TensorOp>> ops;         /* issued, not done */
-    std::vector<std::pair<Cta *, uint32_t>> uncommitted; /* read by operations done since the last commit */
-    uint32_t issued = 0;
-};
-
 /* A thread's own accesses. */
 struct TensorAccesses {
     struct Load { float *to; Cta *cta; uint32_t lane, column, columns; };
@@ -56,8 +40,21 @@ struct TensorAccesses {
     Clock clock;                                       /* what the thread knew at its last fence_after_sync */
 };
 
-/* Operations on shared and tensor memory of this CTA that are under way or not committed. */
-uint32_t tensor_operations_on(const Cta &cta);
+TensorMemory &memory_of(Cta &cta);
+TensorAccesses &own_accesses();
+
+/* Lane and column of an address; the cell there, which must be allocated. */
+void split(uint32_t address, uint32_t &lane, uint32_t &column);
+TensorCell &allocated_cell(Cta &cta, uint32_t lane, uint32_t column, const char *what);
+
+/* The running thread's access must be ordered after e, which `after` names. */
+void require_ordered(Epoch e, const char *what, const char *after, uint32_t lane, uint32_t column);
+
+/* Before anybody overwrites a cell. `same_unit`: MMAs and copies of one thread are in order among themselves. */
+void check_overwrite(TensorCell &cell, const char *what, uint32_t lane, uint32_t column, bool same_unit);
+
+/* CTA r of the running thread's pair. */
+Cta &pair_cta(uint32_t r, const char *what);
 
 } /* namespace emu */
 #endif
