@@ -214,7 +214,7 @@ static void check_bits(mok_dtype dtype)
     unsetenv("MOK_TILE");
     printf("  over these runs: %lld ring rotations, %lld rows copied, %lld replayed, %lld weight gradients continued\n", (long long)rotations, (long long)copied,
            (long long)replayed, (long long)continued);
-    CHECK(rotations > 3 && copied > 0 && replayed > 0 && continued > 0);
+    CHECK(rotations > 3 && copied > 0 && replayed > 0 && (continued > 0 || quick())); /* too few rows to cut a weight gradient */
     layer_result_free(&first);
     layer_free(&p);
 }

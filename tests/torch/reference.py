@@ -29,6 +29,10 @@ class Problem:
     def tensors(self):
         return {name: getattr(self, name) for name in NAMES if getattr(self, name) is not None}
 
+    def on(self, device):
+        """A copy of it there."""
+        return dataclasses.replace(self, **{f.name: t.to(device) for f in dataclasses.fields(self) if isinstance(t := getattr(self, f.name), torch.Tensor)})
+
     def with_leaves(self, dtype):
         """A copy with fresh leaves in dtype (float64 for the oracle)."""
         return dataclasses.replace(self, **{name: t.detach().to(dtype).requires_grad_() for name, t in self.tensors().items()})

@@ -108,7 +108,7 @@ def test_schedule_s_fields_follow_the_documented_order(device):
 def _table(group, p, tokens_of_rank):
     engine = mok.engine(group=group, hidden=128, intermediate=64, num_experts=10, topk=3, max_tokens=100)
     first = sum(tokens_of_rank[: group.rank])
-    mine = p.expert_ids[first : first + tokens_of_rank[group.rank]].contiguous()
+    mine = p.expert_ids[first : first + tokens_of_rank[group.rank]].contiguous().to(group.device)
     return [t.cpu() for t in read_table(engine, engine.schedule(mine))]
 
 

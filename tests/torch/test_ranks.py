@@ -127,6 +127,7 @@ def test_one_rank_s_bad_shape_is_everybody_s_error(run_ranks):
 
 
 def _too_many_tokens(group, p):
+    p = p.on(group.device)
     engine = mok.engine(group=group, hidden=128, intermediate=64, num_experts=8, topk=2, max_tokens=20)
     first, count = engine.first_expert, engine.num_local_experts
     weights = [w[first : first + count].contiguous() for w in (p.gate, p.up, p.down)]
@@ -145,6 +146,7 @@ def test_S9_one_token_too_many_on_one_rank_raises_on_all(run_ranks):
 
 
 def _wrong_on_one_rank(group, p):
+    p = p.on(group.device)
     engine = mok.engine(group=group, hidden=128, intermediate=64, num_experts=8, topk=2, max_tokens=64)
     first, count = engine.first_expert, engine.num_local_experts
     weights = [w[first : first + count].contiguous() for w in (p.gate, p.up, p.down)]
@@ -168,7 +170,7 @@ def test_what_python_refuses_on_one_rank_fails_on_the_others_at_once(run_ranks):
 
 def _bad_route(group, p):
     engine = mok.engine(group=group, hidden=128, intermediate=64, num_experts=8, topk=2, max_tokens=64)
-    ids = p.expert_ids.clone()
+    ids = p.expert_ids.clone().to(group.device)
     if group.rank == 1:
         ids[7, 1] = 8
     return _expect(lambda: (engine.schedule(ids), engine.wait()), ValueError)
