@@ -16,6 +16,7 @@ from ._layer import moe
 from ._sinks import Sink, has_main_grad
 from ._workspace import Shape, choice
 
+_DTYPES = (torch.bfloat16, torch.float32, "bf16", "mxfp8")
 _EXPERTS = ("gate", "up", "down")
 _SHARED = ("shared_gate", "shared_up", "shared_down", "shared_output_gate")
 
@@ -60,6 +61,8 @@ class MoE(nn.Module):
         super().__init__()
         if router is not None:
             choice("router", router, {"softmax": 0, "sigmoid": 1})
+        if dtype not in _DTYPES:
+            raise ValueError(f"dtype is {dtype!r}: it must be torch.bfloat16, torch.float32 (for calls under autocast), \"bf16\" or \"mxfp8\"")
         device = torch.device(device) if device is not None else torch.get_default_device()
         self._group, self._timeout = group, timeout
         self._shape = Shape(hidden=hidden, intermediate=intermediate, num_experts=num_experts, topk=topk, max_tokens=max_tokens or 0,
