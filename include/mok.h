@@ -166,7 +166,7 @@ typedef struct mok_config {
     mok_backend_id backend;        /* auto: cuda if the group has GPUs, else cpu */
     int32_t cpu_threads;           /* cpu backend: threads of this rank; 0 = cores / ranks of this process, at least 1 */
     int64_t timeout_ms;            /* longest wait for another rank, and of a kernel for work of its own GPU inside a pass; 0 =
-                                    * MOK_TIMEOUT_MS of the environment, or else 600 000 */
+                                    * chosen (mok_timeout) */
     bool mx_wide_given;            /* MXFP8: every pass is given the widened weights that it reads (mok_mx_widen): no room for them in the workspace */
     int32_t yield_us;              /* Hopper: in so many microseconds of a long pass 16 SMs come free for a moment, for kernels of higher priority, at a price
                                     * (docs/performance.md); 0 = never. Blackwell: SMs come free when somebody asks; -1 = never. Nor where reserve_sms is set */
@@ -178,6 +178,10 @@ typedef struct mok_config {
  * ------------------------------------------------------------------------------------------------------------------ */
 /* Experts [*first, *first + *count) belong to `rank`. MOK_E_ARG unless E >= 1 and 0 <= rank < P. */
 MOK_API mok_status mok_expert_range(int64_t num_experts, int32_t num_ranks, int32_t rank, int64_t *first, int64_t *count);
+
+/* What a timeout_ms stands for, in a configuration, a mok_bootstrap or a provider of the caller's: itself; 0: MOK_TIMEOUT_MS of the environment, or
+ * else 600 000. MOK_E_ARG unless it is from 0 to 30 days; MOK_E_ENV if it is 0 and MOK_TIMEOUT_MS is no such number from 1 on. */
+MOK_API mok_status mok_timeout(int64_t timeout_ms, int64_t *ms);
 
 /* One buffer of the memory map. */
 typedef enum mok_memory_kind {
@@ -263,7 +267,7 @@ typedef struct mok_bootstrap {
     void *user;
     /* every rank's `bytes` bytes at `send`, in rank order, into `recv` of all ranks; 0, or an error that is passed on as MOK_E_ENV. */
     int (*all_gather)(void *user, const void *send, void *recv, size_t bytes);
-    int64_t timeout_ms; /* longest wait for another rank's connection; 0 = 600 000 */
+    int64_t timeout_ms; /* longest wait for another rank's connection; 0 = chosen (mok_timeout) */
     bool set_device;    /* this rank's GPU is `device`, and MOK_BACKEND_AUTO means cuda; else cpu, and with MOK_BACKEND_CUDA the current device */
     int32_t device;
 } mok_bootstrap;

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import weakref
 from ctypes import byref, c_int32, c_void_p
 
@@ -11,26 +10,14 @@ import torch
 
 from . import _library as lib
 
-MOST_TIMEOUT = 2592000  # seconds, as mok_config.timeout_ms
-
-
-def _default_timeout() -> float:
-    """Seconds that a rank waits for another, as in libmok."""
-    wish = os.environ.get("MOK_TIMEOUT_MS", "600000")
-    if not wish.isdecimal() or not 1 <= int(wish) <= 1000 * MOST_TIMEOUT:
-        raise ValueError(f'MOK_TIMEOUT_MS is "{wish}" in the environment; it must be a number of milliseconds from 1 to {1000 * MOST_TIMEOUT}')
-    return int(wish) / 1000
-
-
-DEFAULT_TIMEOUT = _default_timeout()
-
 
 class Group:
     """One rank's handle. Make it with `Group.local`, `Group.of` or `Group.threads`; the workspaces made from it keep it alive.
 
     rank, size   this rank, and how many there are
     device       where tensors of this rank live
-    timeout      seconds to wait for another rank
+    timeout      seconds to wait for another rank; whoever makes a group says nothing (None) to leave them to the library: MOK_TIMEOUT_MS of the
+                 environment, or ten minutes
     """
 
     def __init__(self, handle: int, device: torch.device, timeout: float, provider=None):
@@ -56,16 +43,15 @@ class Group:
         lib.check(status)
 
     @staticmethod
-    def local(device: torch.device | str | None = None, timeout: float = DEFAULT_TIMEOUT) -> "Group":
+    def local(device: torch.device | str | None = None, timeout: float | None = None) -> "Group":
         """A group of this process alone: all experts are here."""
         return Group.threads(1, device, timeout)[0]
 
     @staticmethod
-    def threads(num_ranks: int, device: torch.device | str | None = None, timeout: float = DEFAULT_TIMEOUT) -> list["Group"]:
+    def threads(num_ranks: int, device: torch.device | str | None = None, timeout: float | None = None) -> list["Group"]:
         """Ranks as threads of this process, one group for each thread, all on `device`. On a GPU these are virtual ranks, for tests: their
         calls wait for each other on the host, so that backward passes need torch.autograd.set_multithreading_enabled(False)."""
-        device = canonical_device(device)
-        check_timeout(timeout)
+        device, timeout = canonical_device(device), lib.timeout(timeout)
         handles = (c_void_p * max(num_ranks, 1))()
         devices = None
         if device.type == "cuda":
@@ -75,12 +61,11 @@ class Group:
         return [Group(handle, device, timeout) for handle in handles]
 
     @staticmethod
-    def of(process_group=None, device: torch.device | str | None = None, timeout: float = DEFAULT_TIMEOUT) -> "Group":
+    def of(process_group=None, device: torch.device | str | None = None, timeout: float | None = None) -> "Group":
         """The ranks of a torch.distributed process group (None: the world), one process each. Collective over that group."""
         from ._distributed import create_provider
 
-        device = canonical_device(device)
-        check_timeout(timeout)
+        device, timeout = canonical_device(device), lib.timeout(timeout)
         provider = create_provider(process_group, device, timeout)
         handle = c_void_p()
         lib.check(lib.library().mok_group_create(byref(provider.struct), provider.rank, provider.size, byref(handle)))
@@ -99,11 +84,6 @@ def canonical_device(device: torch.device | str | None) -> torch.device:
     return torch.device("cpu") if device.type == "cpu" else device
 
 
-def check_timeout(timeout: float) -> None:
-    if not 0 < timeout <= MOST_TIMEOUT:
-        raise ValueError(f"timeout is {timeout} s: it must be above 0 and at most {MOST_TIMEOUT}")
-
-
 _groups: dict = {}
 
 
@@ -112,8 +92,7 @@ def find_group(group, device: torch.device | str | None = None, timeout: float |
     lifetime, so that all layers share it."""
     if isinstance(group, Group):
         return group
-    device = canonical_device(device)
-    timeout = DEFAULT_TIMEOUT if timeout is None else timeout
+    device, timeout = canonical_device(device), lib.timeout(timeout)
     if group is None:
         key = (None, device, timeout)
         return _groups.get(key) or _groups.setdefault(key, Group.local(device, timeout))

@@ -239,6 +239,7 @@ _FUNCTIONS = {
     "mok_version": (c_char_p, []),
     "mok_api_version": (c_uint32, []),
     "mok_expert_range": (_ENUM, [c_int64, c_int32, c_int32, POINTER(c_int64), POINTER(c_int64)]),
+    "mok_timeout": (_ENUM, [c_int64, POINTER(c_int64)]),
     "mok_plan_query": (_ENUM, [POINTER(Config), c_int32, c_int32, c_int32, c_int32, c_int32, POINTER(Plan), POINTER(BufferInfo), POINTER(c_int32)]),
     "mok_group_create_local": (_ENUM, [c_int32, POINTER(c_int32), POINTER(c_void_p)]),
     "mok_group_create": (_ENUM, [POINTER(Provider), c_int32, c_int32, POINTER(c_void_p)]),
@@ -337,6 +338,15 @@ def expert_range(num_experts: int, num_ranks: int, rank: int) -> tuple[int, int]
     first, count = c_int64(), c_int64()
     check(library().mok_expert_range(num_experts, num_ranks, rank, byref(first), byref(count)))
     return first.value, count.value
+
+
+def timeout(seconds: float | None) -> float:
+    """How many seconds to wait for another rank: as said, or where nobody says (None) what the library chooses."""
+    if seconds is not None and not seconds > 0:
+        raise ValueError(f"timeout is {seconds} s: it must be above 0")
+    ms = c_int64()
+    check(library().mok_timeout(0 if seconds is None else max(1, int(1000 * min(seconds, 1e15))), byref(ms)))
+    return ms.value / 1000
 
 
 def plan(config: Config, num_ranks: int = 1, rank: int = 0, num_sms: int = 0) -> Plan:

@@ -72,7 +72,7 @@ class Shape:
         else:
             c.save, c.save_rows = lib.SAVE_ROWS, whole_number("save", self.save)
         c.backend = choice("device", device_type, lib.BACKEND)
-        c.timeout_ms = max(1, int(timeout * 1000))
+        c.timeout_ms = round(1000 * timeout)
         return c
 
 

@@ -17,6 +17,16 @@ mok_status mok_expert_range(int64_t num_experts, int32_t num_ranks, int32_t rank
     return MOK_OK;
 }
 
+mok_status mok_timeout(int64_t timeout_ms, int64_t *ms)
+{
+    int64_t meant;
+    if (!ms)
+        return mk_fail(MOK_E_ARG, "ms is NULL");
+    MK_TRY(mk_timeout("timeout_ms", timeout_ms, &meant));
+    *ms = meant;
+    return MOK_OK;
+}
+
 mok_status mok_plan_query(const mok_config *cfg, int32_t num_ranks, int32_t rank, int32_t num_sms, int32_t tile_rows, int32_t tile_cols,
                           mok_plan *plan, mok_buffer_info *buffers, int32_t *num_buffers)
 {

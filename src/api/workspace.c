@@ -90,6 +90,7 @@ static void release(mok_workspace *w)
 static mok_status resolve(mok_group *group, const mok_config *cfg, mok_workspace *w)
 {
     MK_TRY(mk_read_struct("mok_config", cfg, &w->config, sizeof w->config));
+    MK_TRY(mk_timeout("timeout_ms", w->config.timeout_ms, &w->config.timeout_ms));
     MK_TRY(mk_backend_choose(group, w->config.backend, &w->backend));
     w->config.backend = w->backend->id;
     if (w->config.dtype == MOK_MXFP8 && !w->backend->mxfp8)
@@ -133,7 +134,7 @@ mok_status mok_workspace_create(mok_group *group, const mok_config *cfg, mok_wor
     w->group = group;
     /* From here on a failure is told to the others, so that all ranks get the same sentence and nobody waits. */
     mok_status status = resolve(group, cfg, w);
-    int64_t timeout_ms = w->config.timeout_ms > 0 ? w->config.timeout_ms : 600000;
+    int64_t timeout_ms = w->config.timeout_ms ? w->config.timeout_ms : MK_TIMEOUT_MS; /* a configuration that could not be read has none */
     if (status == MOK_OK)
         status = allocate(w);
     MK_TRY_GOTO(exchange_verdict(group, status, &w->config, timeout_ms), fail);

@@ -105,7 +105,6 @@ static mok_status check_options(const mok_config *c)
     MK_TRY(check_range("comm_sms_bwd", c->comm_sms_bwd, 0, 1024));
     MK_TRY(check_range("reserve_sms", c->reserve_sms, 0, 1024));
     MK_TRY(check_range("cpu_threads", c->cpu_threads, 0, 1024));
-    MK_TRY(check_range("timeout_ms", c->timeout_ms, 0, max_timeout_ms));
     MK_TRY(check_range("yield_us", c->yield_us, -1, 1000 * 1000));
     if (!(c->swiglu_limit >= 0) || c->swiglu_limit > 3e38f)
         return mk_fail(MOK_E_ARG, "swiglu_limit is %g: it must be 0 (no limit) or a positive number", (double)c->swiglu_limit);
@@ -203,19 +202,26 @@ static mok_status check_tasks(const mok_config *c, const mk_dims *d)
     return MOK_OK;
 }
 
-/* Of a configuration that does not say: MOK_TIMEOUT_MS in the environment, or ten minutes. */
-static mok_status default_timeout_ms(int64_t *ms)
+mok_status mk_timeout(const char *name, int64_t wish, int64_t *ms)
 {
-    const char *wish = getenv("MOK_TIMEOUT_MS");
-    char *end = "";
-    *ms = wish ? strtoll(wish, &end, 10) : 600000;
-    if (*end || end == wish || *ms < 1 || *ms > max_timeout_ms)
-        return mk_fail(MOK_E_ENV, "MOK_TIMEOUT_MS is \"%s\" in the environment; it must be a number of milliseconds from 1 to %lld", wish, (long long)max_timeout_ms);
+    *ms = MK_TIMEOUT_MS;
+    MK_TRY(check_range(name, wish, 0, max_timeout_ms));
+    const char *said = getenv("MOK_TIMEOUT_MS");
+    if (wish || !said) {
+        *ms = wish ? wish : MK_TIMEOUT_MS;
+        return MOK_OK;
+    }
+    char *end;
+    int64_t value = strtoll(said, &end, 10);
+    if (*end || end == said || value < 1 || value > max_timeout_ms)
+        return mk_fail(MOK_E_ENV, "MOK_TIMEOUT_MS is \"%s\" in the environment; it must be a number of milliseconds from 1 to %lld", said, (long long)max_timeout_ms);
+    *ms = value;
     return MOK_OK;
 }
 
 mok_status mk_resolve(mok_config *c, int32_t num_ranks, int32_t rank, mk_machine machine, mk_dims *d)
 {
+    MK_TRY(mk_timeout("timeout_ms", c->timeout_ms, &c->timeout_ms));
     MK_TRY(check_shape(c, num_ranks));
     MK_TRY(check_options(c));
     MK_TRY(check_range("rank", rank, 0, num_ranks - 1));
@@ -225,8 +231,6 @@ mok_status mk_resolve(mok_config *c, int32_t num_ranks, int32_t rank, mk_machine
         c->router_dtype = MOK_FP32;
     if (!c->routed_hidden)
         c->routed_hidden = c->hidden;
-    if (!c->timeout_ms)
-        MK_TRY(default_timeout_ms(&c->timeout_ms));
     MK_TRY(resolve_schedule(c, num_ranks, machine));
 
     memset(d, 0, sizeof *d);

@@ -28,6 +28,13 @@ mok_status mk_read_struct(const char *what, const void *from, void *to, uint32_t
 /* Copies the library's struct into the caller's, which may be shorter or longer; its header stays. */
 mok_status mk_write_struct(const char *what, const void *from, uint32_t have, void *to);
 
+/* How long to wait for another rank if nobody says otherwise: ten minutes. */
+enum { MK_TIMEOUT_MS = 600000 };
+
+/* What a caller's timeout_ms, called `name` in sentences, stands for: itself, or with 0 MOK_TIMEOUT_MS of the environment or else
+ * MK_TIMEOUT_MS. A wrong one is refused, with *ms = MK_TIMEOUT_MS for who must tell others of it. */
+mok_status mk_timeout(const char *name, int64_t wish, int64_t *ms);
+
 /* Checks `cfg` (already read by mk_read_struct), replaces every "choose for me", and derives the dims of `rank`. */
 mok_status mk_resolve(mok_config *cfg, int32_t num_ranks, int32_t rank, mk_machine machine, mk_dims *d);
 

@@ -317,8 +317,7 @@ mok_status mok_group_create_processes(const mok_bootstrap *bootstrap, int32_t ra
         return mk_fail(MOK_E_ARG, "rank %d of %d ranks: it must be from 0 to num_ranks - 1, of at most 4096", rank, num_ranks);
     if (!b.all_gather && num_ranks > 1)
         return mk_fail(MOK_E_ARG, "mok_bootstrap needs all_gather");
-    if (b.timeout_ms < 0)
-        return mk_fail(MOK_E_ARG, "mok_bootstrap.timeout_ms is %lld: it must not be negative", (long long)b.timeout_ms);
+    MK_TRY(mk_timeout("mok_bootstrap.timeout_ms", b.timeout_ms, &b.timeout_ms));
     mok_group *g = calloc(1, sizeof *g);
     struct mk_processes *p = calloc(1, sizeof *p);
     if (!g || !p) {
@@ -328,7 +327,7 @@ mok_status mok_group_create_processes(const mok_bootstrap *bootstrap, int32_t ra
     }
     *g = (mok_group){.rank = rank, .size = num_ranks, .transport = &transport_processes, .processes = p};
     p->bootstrap = b;
-    mok_status status = num_ranks > 1 ? introduce(g, &b, b.timeout_ms ? b.timeout_ms : 600000) : b.set_device ? mk_group_choose_device(g, b.device) : MOK_OK;
+    mok_status status = num_ranks > 1 ? introduce(g, &b, b.timeout_ms) : b.set_device ? mk_group_choose_device(g, b.device) : MOK_OK;
     if (status == MOK_OK)
         *group = g;
     else

@@ -208,6 +208,26 @@ TEST(F1_a_rank_comes_to_create_when_the_others_have_left)
     ranks_run(5, NULL, create_without, &last);
 }
 
+/* A rank that refuses its configuration tells the others, and waits for them no longer than it would with a good one. */
+static void create_a_bad_one(ranks_env *e)
+{
+    mok_config c = good_config();
+    mok_workspace *w = NULL;
+    double start = now();
+    c.timeout_ms = 0;
+    c.hidden = 255;
+    if (e->rank == 0)
+        RANKS_FAIL(mok_workspace_create(e->group, &c, &w), MOK_E_TIMEOUT, "waited 400 ms");
+    CHECK_LE(now() - start, 20);
+}
+
+TEST(F1_a_refused_configuration_waits_as_long_as_the_environment_says)
+{
+    setenv("MOK_TIMEOUT_MS", "400", 1);
+    ranks_run(2, NULL, create_a_bad_one, NULL);
+    unsetenv("MOK_TIMEOUT_MS");
+}
+
 /* A rank that never destroys its workspace: the others wait no longer than the time-out, and it may still do so later. */
 static void destroy_without(ranks_env *e)
 {

@@ -37,6 +37,7 @@ def call(**changed):
     (dict(down=lambda p: p.down.mT), ValueError, "down is [8, 64, 128]: it must be [8, 128, 64]"),
     (dict(timeout=0), ValueError, "timeout is 0 s: it must be above 0"),
     (dict(timeout=float("nan")), ValueError, "timeout is nan s"),
+    (dict(timeout=float("inf")), ValueError, "it must be from 0 to 2592000000"),
 ], ids=str)
 def test_a_wrong_argument_is_named(changed, kind, words):
     with pytest.raises(kind) as refusal:
@@ -68,6 +69,13 @@ def test_memory_that_is_too_small_is_not_read():
     assert torch.equal(call(engine=engine, schedule=good), call())
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.int8, "fp16", None], ids=str)
+def test_a_dtype_that_no_call_would_take_is_refused_at_once(dtype):
+    with pytest.raises(ValueError) as refusal:
+        mok.MoE(**SIZES, dtype=dtype)
+    assert f"dtype is {dtype!r}: it must be torch.bfloat16, torch.float32 (for calls under autocast)" in str(refusal.value)
+
+
 def test_a_layers_input_and_mask_are_looked_at_first():
     layer = mok.MoE(**SIZES)
     x = torch.randn(4, 128, dtype=torch.bfloat16)
@@ -78,6 +86,19 @@ def test_a_layers_input_and_mask_are_looked_at_first():
     with pytest.raises(TypeError, match="mask is torch.int64: it must be torch.bool"):
         layer(x, mask=torch.ones(4, dtype=torch.int64))
     assert layer(x, mask=torch.ones(4, dtype=torch.bool)).shape == x.shape
+
+
+def test_the_default_time_out_is_the_library_s(monkeypatch):
+    monkeypatch.setenv("MOK_TIMEOUT_MS", "1500")
+    assert mok.Group.local("cpu").timeout == 1.5
+    assert mok.Group.local("cpu", timeout=0.25).timeout == 0.25
+    assert mok.engine(**SIZES, max_tokens=32).prepare().config.timeout_ms == 1500
+    monkeypatch.setenv("MOK_TIMEOUT_MS", "12s")
+    with pytest.raises(mok.Error, match='MOK_TIMEOUT_MS is "12s" in the environment'):
+        mok.MoE(**SIZES)
+    assert mok.Group.local("cpu", timeout=7).timeout == 7
+    monkeypatch.delenv("MOK_TIMEOUT_MS")
+    assert mok.Group.local("cpu").timeout == 600
 
 
 def test_a_closed_workspace_says_so():

@@ -528,7 +528,22 @@ TEST(the_default_time_out_comes_from_the_environment)
             CHECK(strstr(mok_last_error(), cases[i].wish));
         CHECK_EQ(mk_resolve(&said, 1, 0, mk_default_machine(MOK_BACKEND_CPU), &d), MOK_OK);
         CHECK_EQ(said.timeout_ms, 77);
+
+        int64_t ms = -1; /* the same for those who ask */
+        CHECK_EQ(mok_timeout(0, &ms), status);
+        CHECK_EQ(ms, cases[i].ms ? cases[i].ms : -1);
+        CHECK_EQ(mok_timeout(77, &ms), MOK_OK);
+        CHECK_EQ(ms, 77);
+        CHECK_EQ(mok_timeout(2592000001, &ms), MOK_E_ARG);
+        CHECK_EQ(mok_timeout(-1, &ms), MOK_E_ARG);
+        CHECK_EQ(ms, 77);
+        mok_bootstrap b = MOK_INIT(mok_bootstrap);
+        mok_group *group = NULL;
+        b.timeout_ms = INT64_MAX;
+        CHECK_EQ(mok_group_create_processes(&b, 0, 1, &group), MOK_E_ARG);
+        CHECK_STR(mok_last_error(), "mok_bootstrap.timeout_ms is 9223372036854775807: it must be from 0 to 2592000000");
     }
+    CHECK_EQ(mok_timeout(0, NULL), MOK_E_ARG);
     unsetenv("MOK_TIMEOUT_MS");
 }
 
