@@ -1,4 +1,5 @@
 /* mok: the command-line tool. */
+#include <errno.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -14,7 +15,7 @@ static void usage(FILE *to)
     fprintf(to, "\n'mok COMMAND --help' lists the options of a command.\n");
 }
 
-int main(int argc, char **argv)
+static int command(int argc, char **argv)
 {
     if (argc < 2) {
         usage(stderr);
@@ -35,4 +36,13 @@ int main(int argc, char **argv)
 #undef RUN
     fprintf(stderr, "mok: there is no command '%s'; 'mok --help' lists them\n", argv[1]);
     return 2;
+}
+
+int main(int argc, char **argv)
+{
+    int status = command(argc, argv);
+    if (fflush(stdout) == 0 && !ferror(stdout))
+        return status;
+    fprintf(stderr, "mok: cannot write all of the output: %s\n", strerror(errno));
+    return status ? status : 1;
 }

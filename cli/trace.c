@@ -227,12 +227,10 @@ static int trace(tracing *t, const char *chrome, const char *svg, const char *te
     pthread_mutex_init(&t->lock, NULL);
     bool ok = record(t, error, size) && align_and_select(t, error, size) && save(t, MOK_TRACE_CHROME, chrome, error, size) && save(t, MOK_TRACE_SVG, svg, error, size) &&
               save(t, MOK_TRACE_TEXT, text, error, size);
-    if (ok && json) {
+    if (ok && json)
         print_json(t);
-    } else if (ok && !text) {
-        fflush(stdout);
-        ok = save(t, MOK_TRACE_TEXT, "/dev/stdout", error, size);
-    }
+    else if (ok && !text)
+        ok = save(t, MOK_TRACE_TEXT, "-", error, size);
     if (ok && t->moved_ns && !json)
         printf("\nclocks of ranks were moved by up to %.1f us, and now agree to about %.1f us (half of the barriers are better)\n", 1e-3 * (double)t->moved_ns,
                1e-3 * (double)t->accuracy_ns);

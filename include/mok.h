@@ -573,7 +573,7 @@ typedef enum mok_trace_format {
     MOK_TRACE_SVG = 2,    /* a picture: time to the right, a line per lane */
     MOK_TRACE_TEXT = 3,   /* share of each kind of lane's time, longest waits, link rate over time */
 } mok_trace_format;
-/* Writes events, of one rank or of several one behind the other, to a file. Pure: any thread. MOK_E_ARG, MOK_E_ENV with the reason. */
+/* Writes events, of one rank or of several one behind the other, to a file; "-": to standard output. Pure: any thread. MOK_E_ARG, MOK_E_ENV with the reason. */
 MOK_API mok_status mok_trace_save(const mok_trace_event *events, int64_t count, mok_trace_format format, const char *path);
 /* "s2_gate_up", and its group; "unknown" for no kind. lane -> "math0"; static strings. */
 MOK_API const char *mok_trace_kind_name(int32_t kind);

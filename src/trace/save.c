@@ -85,14 +85,16 @@ mok_status mok_trace_save(const mok_trace_event *events, int64_t count, mok_trac
     for (int64_t i = 0; i < count; i++)
         if (events[i].end_ns < events[i].begin_ns)
             return mk_fail(MOK_E_ARG, "event %lld ends before it begins", (long long)i);
-    FILE *to = fopen(path, "w");
+    bool printed = !strcmp(path, "-");
+    const char *name = printed ? "standard output" : path;
+    FILE *to = printed ? stdout : fopen(path, "w");
     if (!to)
-        return mk_fail(MOK_E_ENV, "cannot write %.300s: %s", path, strerror(errno));
+        return mk_fail(MOK_E_ENV, "cannot write %.300s: %s", name, strerror(errno));
     bool memory = format == MOK_TRACE_CHROME ? mk_trace_write_chrome(to, events, count)
                   : format == MOK_TRACE_SVG ? mk_trace_write_svg(to, events, count) : mk_trace_write_text(to, events, count);
     bool written = !ferror(to);
-    written &= fclose(to) == 0;
+    written &= (printed ? fflush(to) : fclose(to)) == 0;
     if (!memory)
         return mk_fail(MOK_E_MEMORY, "no memory to sort %lld events", (long long)count);
-    return written ? MOK_OK : mk_fail(MOK_E_ENV, "cannot write %.300s: %s", path, strerror(errno));
+    return written ? MOK_OK : mk_fail(MOK_E_ENV, "cannot write %.300s: %s", name, strerror(errno));
 }

@@ -144,7 +144,8 @@ TEST(what_cannot_be_saved_is_said)
     CHECK_STR(mok_trace_kind_group(MOK_TRACE_s5_push), "s5_combine");
 }
 
-/* The command, its output in a file. */
+/* The command, its output in a file, behind what was said before. */
+static const char *said_before = "";
 static int run(char *output, const char *const *args, int n)
 {
     char *argv[24];
@@ -153,6 +154,7 @@ static int run(char *output, const char *const *args, int n)
     fflush(stdout);
     int saved = dup(1), file = open(output, O_CREAT | O_TRUNC | O_WRONLY, 0600);
     dup2(file, 1);
+    fputs(said_before, stdout);
     int status = command_trace(n, argv);
     fflush(stdout);
     dup2(saved, 1);
@@ -190,8 +192,11 @@ TEST(the_command_traces_each_pass)
         free(text);
         free(picture);
     }
+    said_before = "a log that others write too\n";
     CHECK_EQ(RUN(out, SMALL), 0);
     char *text = read_all(out);
+    CHECK_EQ(strncmp(text, said_before, strlen(said_before)), 0);
+    said_before = "";
     CHECK_STR(text, "rank 1: ");
     CHECK_STR(text, "longest waits");
     free(text);
