@@ -23,7 +23,7 @@ cc "$here/examples/forward.c" $flags -lpthread -lm -Wl,-rpath,"$(pkg-config --va
 echo "PASS $case"
 
 case=the_tool_fails_if_its_output_cannot_be_written
-for words in info "plan --json" "doctor --json" "trace --hidden 64 --intermediate 64 --shared 0 --tokens 8"; do
+for words in info "plan --model glm-5.2 --json" "doctor --json" "trace --hidden 64 --intermediate 64 --shared 0 --tokens 8"; do
     "$prefix/bin/mok" $words >/dev/full 2>"$prefix/log" && fail "mok $words ended with 0"
     grep -q "cannot write .*: No space left on device" "$prefix/log" || fail "mok $words: $(cat "$prefix/log")"
 done
