@@ -45,6 +45,22 @@ static void found(doctor *d, mok_finding_state state, const char *advice, const 
     snprintf(d->finding->advice, sizeof d->finding->advice, "%s", advice);
 }
 
+/* Adds to a list; "..." stands for those that there is no room for. */
+__attribute__((format(printf, 3, 4)))
+static void append(char *list, size_t size, const char *format, ...)
+{
+    va_list args;
+    size_t used = strlen(list);
+    if (used + 24 > size) {
+        snprintf(list + used, size - used, "%s", strstr(list, "...") ? "" : ", ...");
+        return;
+    }
+    va_start(args, format);
+    used += (size_t)snprintf(list + used, size - used, "%s", used ? ", " : "");
+    vsnprintf(list + used, size - used, format, args);
+    va_end(args);
+}
+
 /* --- the machine --------------------------------------------------------------------------------------------------------- */
 static void check_library(doctor *d)
 {
@@ -144,7 +160,6 @@ static void check_mig(doctor *d)
 static void check_memory(doctor *d)
 {
     char busy[200] = "";
-    size_t used = 0;
     if (!has_devices(d))
         return;
     for (int i = 0; i < d->count; i++) {
@@ -155,10 +170,10 @@ static void check_memory(doctor *d)
             left = total = 0;
         mk_cuda_leave(d->device[i]);
         double taken = forced("memory") ? 2e9 : (double)(total - left);
-        if (taken > BUSY_BYTES && used + 40 < sizeof busy)
-            used += (size_t)snprintf(busy + used, sizeof busy - used, "%sdevice %d: %.1f GB", used ? ", " : "", i, 1e-9 * taken);
+        if (taken > BUSY_BYTES)
+            append(busy, sizeof busy, "device %d: %.1f GB", i, 1e-9 * taken);
     }
-    if (used)
+    if (busy[0])
         found(d, MOK_FINDING_WARNING, "nvidia-smi shows the processes; they take memory, and their kernels take time", "in use before MoK begins, by this or other "
               "processes: %s", busy);
     else
@@ -178,7 +193,6 @@ static bool reach(doctor *d, int i, int j)
 static void check_peers(doctor *d)
 {
     char missing[300] = "";
-    size_t used = 0;
     int pairs = 0, failing = 0;
     if (!has_devices(d))
         return;
@@ -188,8 +202,7 @@ static void check_peers(doctor *d)
             if (reach(d, i, j) && reach(d, j, i))
                 continue;
             failing++;
-            if (used + 16 < sizeof missing)
-                used += (size_t)snprintf(missing + used, sizeof missing - used, "%s%d-%d", used ? ", " : "", i, j);
+            append(missing, sizeof missing, "%d-%d", i, j);
         }
     d->pairs_reach = failing == 0;
     if (failing)
@@ -233,39 +246,47 @@ static void give(const mk_cuda_device *device, mk_cu_pointer memory)
     mk_cuda_leave(device);
 }
 
-/* From the first device to each other one. */
+/* Bytes a second from device i to device j. 0: it did not work. */
+static double pair_rate(doctor *d, int i, int j)
+{
+    mk_cuda_device *pair[] = {d->device[i], d->device[j]};
+    double rate = 0;
+    if (forced("slow_link"))
+        return 20e9;
+    if (mk_cuda_connect(pair, 2) != MOK_OK)
+        return 0;
+    mk_cu_pointer from = take(pair[0]), to = take(pair[1]);
+    if (from && to && mk_cuda_enter(pair[0]) == MOK_OK) {
+        rate = copy_rate(d, to, from);
+        mk_cuda_leave(pair[0]);
+    }
+    give(pair[0], from);
+    give(pair[1], to);
+    return rate;
+}
+
+/* Every pair that can be measured, in one direction. */
 static void check_links(doctor *d)
 {
-    char rates[300] = "";
-    size_t used = 0;
-    double slowest = 1e18;
+    char rates[330] = "", slow[90] = "";
     if (!has_devices(d))
         return;
-    if (d->count < 2 || !d->device[0] || !d->pairs_reach) {
-        found(d, MOK_FINDING_SKIPPED, "", "%s", d->count < 2 ? "one device: there is no link to measure" : "not all pairs reach each other");
-        return;
-    }
-    for (int j = 1; j < d->count; j++) {
-        mk_cuda_device *pair[] = {d->device[0], d->device[j]};
-        if (!pair[1] || mk_cuda_connect(pair, 2) != MOK_OK)
-            continue;
-        mk_cu_pointer from = take(pair[0]), to = take(pair[1]);
-        double rate = 0;
-        if (from && to && mk_cuda_enter(pair[0]) == MOK_OK) {
-            rate = forced("slow_link") ? 20e9 : copy_rate(d, to, from);
-            mk_cuda_leave(pair[0]);
+    for (int i = 0; i < d->count; i++)
+        for (int j = i + 1; j < d->count; j++) {
+            if (!d->device[i] || !d->device[j] || !reach(d, i, j) || !reach(d, j, i))
+                continue;
+            double rate = pair_rate(d, i, j);
+            append(rates, sizeof rates, "%d-%d %.0f", i, j, 1e-9 * rate);
+            if (rate < SLOW_LINK)
+                append(slow, sizeof slow, "%d-%d", i, j);
         }
-        give(pair[0], from);
-        give(pair[1], to);
-        slowest = rate < slowest ? rate : slowest;
-        if (used + 40 < sizeof rates)
-            used += (size_t)snprintf(rates + used, sizeof rates - used, "%s0-%d %.0f GB/s (%s)", used ? ", " : "", j, 1e-9 * rate, rate > SLOW_LINK ? "NVLink by its rate" : "no NVLink by its rate");
-    }
-    if (slowest < SLOW_LINK)
+    if (!rates[0])
+        found(d, MOK_FINDING_SKIPPED, "", "%s", d->count < 2 ? "one device: there is no link to measure" : "no two devices reach each other");
+    else if (slow[0])
         found(d, MOK_FINDING_WARNING, "put the ranks of a group on GPUs that NVLink connects (nvidia-smi topo -m); nvidia-smi nvlink -s shows links that are down",
-              "copies between devices: %s", rates);
+              "copies between devices, GB/s: %s; by their rates no NVLink: %s", rates, slow);
     else
-        found(d, MOK_FINDING_GOOD, "", "copies between devices: %s", rates);
+        found(d, MOK_FINDING_GOOD, "", "copies between devices, GB/s: %s; NVLink by their rates", rates);
 }
 
 /* --- memory that processes share ---------------------------------------------------------------------------------------------- */

@@ -20,7 +20,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-enum { FAKE_DEVICES = 8, FAKE_LOG = 8192, FAKE_SMS = 132, FAKE_CLUSTERS = 66, FAKE_QUADS = 30, FAKE_MAPS = 64, FAKE_STACK = 8 };
+enum { FAKE_DEVICES = 16, FAKE_LOG = 8192, FAKE_SMS = 132, FAKE_CLUSTERS = 66, FAKE_QUADS = 30, FAKE_MAPS = 64, FAKE_STACK = 8 };
 
 typedef struct fake_launch {
     const char *name;

@@ -52,8 +52,9 @@ TEST(four_gpus_that_have_all)
     expect("MIG", MOK_FINDING_GOOD, "no device");
     expect("memory in use", MOK_FINDING_GOOD, "nobody");
     expect("peer access", MOK_FINDING_GOOD, "all 6 pairs");
-    CHECK_STR(find("link rate")->detail, "0-1 ");
-    CHECK_STR(find("link rate")->detail, "0-3 ");
+    static const char *const pairs[] = {": 0-1 ", ", 0-2 ", ", 0-3 ", ", 1-2 ", ", 1-3 ", ", 2-3 "};
+    for (size_t i = 0; i < sizeof pairs / sizeof *pairs; i++)
+        CHECK_STR(find("link rate")->detail, pairs[i]);
     expect("fabric handles", MOK_FINDING_WARNING, "device 0 (Fake H100) does not offer fabric handles");
     expect("descriptor handles", MOK_FINDING_GOOD, "file descriptor");
     expect("shared memory", MOK_FINDING_GOOD, "can be shared");
@@ -70,7 +71,7 @@ TEST(four_gpus_that_have_all)
     X("mig", "MIG", WARNING, "device 0 is a MIG slice", GOOD, "backend cuda works")                                                            \
     X("memory", "memory in use", WARNING, "device 0: 2.0 GB, device 1: 2.0 GB", GOOD, "backend cuda works")                                    \
     X("peer", "peer access", BAD, "1 of 1 pairs of devices have no peer access: 0-1", WARNING, "NOT ranks with a device each")                 \
-    X("slow_link", "link rate", WARNING, "0-1 20 GB/s (no NVLink by its rate)", GOOD, "backend cuda works")                                    \
+    X("slow_link", "link rate", WARNING, "GB/s: 0-1 20; by their rates no NVLink: 0-1", GOOD, "backend cuda works")                                    \
     X("fabric", "fabric handles", WARNING, "does not offer fabric handles: forced", GOOD, "ranks as processes by file descriptor")             \
     X("fd", "descriptor handles", BAD, "does not offer file-descriptor handles", WARNING, "NOT ranks as processes")                            \
     X("vmm", "descriptor handles", BAD, "does not offer virtual memory management", WARNING, "NOT ranks as processes")                         \
@@ -113,11 +114,34 @@ TEST(real_faults_of_the_driver_are_found)
     expect("descriptor handles", MOK_FINDING_BAD, "device 0 (Fake H100) does not offer file-descriptor handles");
     expect("compute mode", MOK_FINDING_BAD, "prohibited");
     expect("fabric handles", MOK_FINDING_WARNING, "allocating 65536 bytes on device 0 that can be shared by fabric handle");
-    expect("link rate", MOK_FINDING_SKIPPED, "not all pairs");
+    CHECK_STR(find("link rate")->detail, "0-1 "); /* those that can be measured are */
+    CHECK_STR(find("link rate")->detail, "1-2 ");
+    CHECK(strstr(find("link rate")->detail, "0-2") == NULL);
+    fake_reset(2);
+    fake.no_peer[1][0] = true;
+    examine(NULL);
+    expect("link rate", MOK_FINDING_SKIPPED, "no two devices reach each other");
     fake_reset(1);
     fake.cc_major[0] = 7;
     examine(NULL);
     expect("devices", MOK_FINDING_BAD, "device 0 (Fake H100) has compute capability 7.0");
+}
+
+TEST(sixteen_devices_are_more_than_a_line_has_room_for)
+{
+    fake_reset(FAKE_DEVICES);
+    fake.memory_limit = (size_t)8 << 30;
+    for (int i = 0; i < FAKE_DEVICES; i++)
+        for (int j = 0; j < FAKE_DEVICES; j++)
+            fake.no_peer[i][j] = i != 0;
+    examine("memory");
+    expect("peer access", MOK_FINDING_BAD, "pairs of devices have no peer access: 0-1, 0-2");
+    CHECK(find("peer access")->detail[sizeof find("peer access")->detail - 1] == 0);
+    expect("memory in use", MOK_FINDING_WARNING, "device 0: 2.0 GB, device 1: 2.0 GB");
+    fake_reset(FAKE_DEVICES);
+    fake.memory_limit = (size_t)8 << 30;
+    examine("slow_link");
+    expect("link rate", MOK_FINDING_WARNING, "0-1 20, 0-2 20");
 }
 
 TEST(misuse_is_refused)
