@@ -26,19 +26,27 @@ RECORD_BYTES = 1024  # what ranks tell each other about a heap
 _connected: dict[str, int] = {}  # providers made so far, by the name of the process group
 
 
-class ProviderError(RuntimeError):
+class ProviderError(lib.RunError):
     """What went wrong on the way to the other ranks, in a sentence."""
+
+    def __init__(self, sentence: str):
+        super().__init__(sentence, lib.Status.E_ENV)
 
 
 def create_provider(process_group, device: torch.device, timeout: float) -> "Provider":
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError("torch.distributed is not initialised: call init_process_group first, or use mok.Group.local for this process alone")
     process_group = dist.group.WORLD if process_group is None else process_group
+    refuse_strangers(process_group)
     if not isinstance(process_group, dist.ProcessGroup):
         raise TypeError(f"process_group is a {type(process_group).__name__}: it must be a torch.distributed.ProcessGroup or None for the world")
-    if dist.get_rank(process_group) < 0:
-        raise RuntimeError("this process is not a member of the process group")
     return (SymmetricProvider if device.type == "cuda" else SharedProvider)(process_group, device, timeout)
+
+
+def refuse_strangers(process_group) -> None:
+    """What dist.new_group returns to a process that is not in the new group is no group at all."""
+    if process_group is dist.GroupMember.NON_GROUP_MEMBER or (isinstance(process_group, dist.ProcessGroup) and dist.get_rank(process_group) < 0):
+        raise RuntimeError("this process is not a member of the process group")
 
 
 class Provider:

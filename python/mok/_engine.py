@@ -104,8 +104,8 @@ class Engine:
     def _ids(self, expert_ids: torch.Tensor, layer: int) -> torch.Tensor:
         try:
             check_ids(expert_ids, self.shape.topk, self.device)
-        except (TypeError, ValueError):
-            self.refuse(True, layer)
+        except (TypeError, ValueError) as error:
+            self.refuse(lib.CALL_SCHEDULE, layer, error)
             raise
         return as_ids(expert_ids, self.shape.topk)
 
@@ -115,13 +115,24 @@ class Engine:
             return expert_ids, self.schedule(expert_ids, layer)
         return _replay.once((self.handle, layer), lambda: (expert_ids, self.schedule(expert_ids, layer)))
 
-    def refuse(self, before_schedule: bool, layer: int = 0) -> None:
-        """This rank will not make its next call, for a reason of its own: the other ranks' call fails at once, naming this rank. The library
-        announces only refusals of its own, so it is given a call to refuse."""
+    def refuse(self, call: int, layer: int, why: Exception) -> None:
+        """This rank will not make its next call (lib.CALL_...): the other ranks' call fails at once, with this rank's name and reason. Collective, as the call
+        would have been: before the first one, the workspace is opened, since the others are opening it."""
         if self.group.size == 1 or torch.compiler.is_compiling():
             return
-        for workspace in self._open.values():
-            workspace.refuse(before_schedule, layer)
+        try:
+            if not self._open:
+                self._open_to_refuse(layer, why)
+            for workspace in self._open.values():
+                workspace.refuse(call, layer, why)
+        except RuntimeError:
+            pass  # the others were told in another way, or did not come; what counts here is `why`
+
+    def _open_to_refuse(self, layer: int, why: Exception) -> None:
+        if self._fixed:
+            self.workspace(0)
+        elif self.group.provider is not None:  # the others are about to agree on a token count
+            self.group.provider.exchange({"tokens": 0, "error": f"refused its call of layer {layer}: {why}"})
 
     def wait(self) -> None:
         """Blocks until all work is done; raises what the device has found wrong."""

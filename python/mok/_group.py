@@ -100,10 +100,11 @@ def find_group(group, device: torch.device | str | None = None, timeout: float |
 
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError("torch.distributed is not initialised: call init_process_group first, or give group=None for this process alone")
+    from ._distributed import refuse_strangers
+
+    refuse_strangers(group)
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"group is a {type(group).__name__}: it must be a torch.distributed.ProcessGroup, a mok.Group or None")
-    if dist.get_rank(group) < 0:
-        raise RuntimeError("this process is not a member of the group")
     if dist.get_world_size(group) == 1:
         return find_group(None, device, timeout)
     key = (id(group), device, timeout)

@@ -228,6 +228,7 @@ GATE_UP = {"separate": 0, "combined": 1, "interleaved": 2}
 WEIGHT_LAYOUT = {"nk": 0, "kn": 1}
 SAVE = {"auto": 0, "none": 1, "ring": 2, "all": 3}
 SAVE_ROWS = 4
+CALL_SCHEDULE, CALL_FORWARD, CALL_RECOMPUTE, CALL_BACKWARD = 1, 2, 3, 4
 BACKWARD_ALL, BACKWARD_DATA, BACKWARD_WEIGHTS = 0, 1, 2
 MEM_HEAP, MEM_LOCAL, MEM_SCHEDULE, MEM_CONTEXT, MEM_WEIGHTS = 0, 1, 2, 3, 4
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from . import _library as lib
 from ._engine import Engine, as_ids, find_engine
 from ._group import canonical_device, find_group
 from ._layer import moe
@@ -171,22 +172,15 @@ class MoE(nn.Module):
         """x [..., H] -> [..., H]; with return_routing also a Routing. Routes are given as expert_ids and router_weights [..., K], or come from
         the router. mask [...]: False for tokens that go nowhere (padding): only the shared expert sees them."""
         try:
-            self._check_input(x, mask)
-        except (TypeError, ValueError):
-            self._engine.refuse(schedule is None, self.layer)
+            self._check_input(x, expert_ids, router_weights, mask)
+        except (TypeError, ValueError) as error:
+            self._engine.refuse(lib.CALL_SCHEDULE if schedule is None else lib.CALL_FORWARD, self.layer, error)
             raise
         rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         logits = None
         if expert_ids is None:
-            if self.router is None:
-                raise ValueError("this layer has no router: give expert_ids and router_weights")
             ids, router_weights, logits, schedule = self._route(rows, mask)
         else:
-            if router_weights is None:
-                raise ValueError("expert_ids is given without router_weights")
-            if expert_ids.numel() != rows.shape[0] * self.topk:
-                self._engine.refuse(True, self.layer)
-                raise ValueError(f"expert_ids is {list(expert_ids.shape)}: x has {rows.shape[0]} tokens, each with {self.topk} routes")
             ids, router_weights = as_ids(expert_ids, self.topk), router_weights.reshape(-1, self.topk).to(self._shape.router_dtype)
             if mask is not None:
                 ids = torch.where(mask.reshape(-1, 1), ids, -1)
@@ -200,13 +194,26 @@ class MoE(nn.Module):
         out = out if x.dim() == 2 else out.reshape(x.shape)
         return (out, Routing(ids, router_weights, logits, schedule)) if return_routing else out
 
-    def _check_input(self, x, mask) -> None:
+    def _check_input(self, x, expert_ids, router_weights, mask) -> None:
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"x is a {type(x).__name__}: it must be a tensor")
         if x.dim() < 1 or x.shape[-1] != self.hidden:
             raise ValueError(f"x is {list(x.shape)}: its last size must be {self.hidden}")
+        if (expert_ids is None) != (router_weights is None):
+            raise ValueError("expert_ids is given without router_weights" if router_weights is None else "router_weights is given without expert_ids")
+        if expert_ids is None and self.router is None:
+            raise ValueError("this layer has no router: give expert_ids and router_weights")
+        for name, routes in (("expert_ids", expert_ids), ("router_weights", router_weights)):
+            if routes is None:
+                continue
+            if not isinstance(routes, torch.Tensor):
+                raise TypeError(f"{name} is a {type(routes).__name__}: it must be a tensor")
+            if routes.numel() * self.hidden != x.numel() * self.topk:
+                raise ValueError(f"{name} is {list(routes.shape)}: x has {x.numel() // self.hidden} tokens, each with {self.topk} routes")
         if mask is None:
             return
+        if not isinstance(mask, torch.Tensor):
+            raise TypeError(f"mask is a {type(mask).__name__}: it must be a tensor")
         if mask.dtype != torch.bool:
             raise TypeError(f"mask is {mask.dtype}: it must be torch.bool")
         if mask.numel() * self.hidden != x.numel():

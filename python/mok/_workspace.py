@@ -198,7 +198,7 @@ class Workspace:
     def forward(self, schedule, x, router_weights, weights: LayerWeights, context: bool, layer: int = 0, out: torch.Tensor | None = None):
         """-> out [T, H] bf16, and the context for a backward or None."""
         args, reference = self._prepared(lib.ForwardArgs, weights)
-        schedule = self._block("schedule", schedule, self.plan.schedule_bytes, layer)
+        schedule = self._block("schedule", schedule, self.plan.schedule_bytes, lib.CALL_FORWARD, layer)
         out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
         saved = allocate(self.plan.context_bytes, self.device) if context else None
         args.layer, args.num_tokens, args.schedule, args.x = layer, x.shape[0], schedule.data_ptr(), x.data_ptr()
@@ -211,7 +211,7 @@ class Workspace:
     def recompute(self, schedule, x, weights: LayerWeights, layer: int = 0) -> torch.Tensor:
         """-> the context that the forward would have made."""
         args, reference = self._prepared(lib.ForwardArgs, weights)
-        schedule, saved = self._block("schedule", schedule, self.plan.schedule_bytes, layer), allocate(self.plan.context_bytes, self.device)
+        schedule, saved = self._block("schedule", schedule, self.plan.schedule_bytes, lib.CALL_RECOMPUTE, layer), allocate(self.plan.context_bytes, self.device)
         args.layer, args.num_tokens, args.schedule, args.x, args.context = layer, x.shape[0], schedule.data_ptr(), x.data_ptr(), saved.data_ptr()
         args.router_weights = args.out = None
         wide = _mx.wide(self, weights, False) if self.keeps_wide else None
@@ -223,8 +223,8 @@ class Workspace:
                  parts: int = lib.BACKWARD_ALL, layer: int = 0):
         """-> dx [T, H] and drouter_weights [T, K] (None unless wanted); fills `grads`."""
         args, reference = self._prepared(lib.BackwardArgs, weights)
-        schedule = self._block("schedule", schedule, self.plan.schedule_bytes, layer)
-        context = self._block("context", context, self.plan.context_bytes, layer)
+        schedule = self._block("schedule", schedule, self.plan.schedule_bytes, lib.CALL_BACKWARD, layer)
+        context = self._block("context", context, self.plan.context_bytes, lib.CALL_BACKWARD, layer)
         args.layer, args.num_tokens, args.schedule, args.context = layer, x.shape[0], schedule.data_ptr(), context.data_ptr()
         args.dout, args.x, args.router_weights, args.parts = dout.data_ptr(), x.data_ptr(), router_weights.data_ptr(), parts
         args.grads = lib.Grads()
@@ -257,24 +257,24 @@ class Workspace:
         del alive
         return memory
 
-    def refuse(self, before_schedule: bool, layer: int = 0) -> None:
-        """Lets the other ranks' next schedule or forward fail with this rank's name."""
-        args = lib.ScheduleArgs(layer=layer, num_tokens=-1) if before_schedule else lib.ForwardArgs(layer=layer, num_tokens=-1)
-        if self.handle is None:
-            return
-        (self._library.mok_schedule if before_schedule else self._library.mok_forward)(self.handle, byref(args), self.stream())
+    def refuse(self, call: int, layer: int, why: Exception) -> None:
+        """This rank will not make the call (lib.CALL_...) that the others make next: theirs fails with this rank's name and reason."""
+        if self.handle is not None:
+            self._library.mok_refuse(self.handle, call, layer, str(why).encode(), self.stream())
 
     def _handle(self) -> c_void_p:
         if self.handle is None:
             raise ValueError("this workspace is closed")
         return self.handle
 
-    def _block(self, name: str, memory: torch.Tensor, num_bytes: int, layer: int) -> torch.Tensor:
-        """Schedule or context memory, which the library knows by its address alone."""
+    def _block(self, name: str, memory: torch.Tensor, num_bytes: int, call: int | None = None, layer: int = 0) -> torch.Tensor:
+        """Schedule or context memory, which the library knows by its address alone. call: the collective call that it is for."""
         if memory.dtype != torch.uint8 or memory.numel() < num_bytes or memory.device != self.device or not memory.is_contiguous():
-            self.refuse(False, layer)
-            raise ValueError(f"{name} is {list(memory.shape)} of {memory.dtype} on {memory.device}: it must be the {num_bytes} bytes on {self.device} that a call of this "
-                             "engine returned")
+            error = ValueError(f"{name} is {list(memory.shape)} of {memory.dtype} on {memory.device}: it must be the {num_bytes} bytes on {self.device} that a call "
+                               "of this engine returned")
+            if call is not None:
+                self.refuse(call, layer, error)
+            raise error
         return aligned(memory)
 
     def _call(self, name: str, reference) -> None:
@@ -353,7 +353,7 @@ class Workspace:
 
     def schedule_info(self, schedule: torch.Tensor) -> lib.ScheduleInfo:
         info = lib.ScheduleInfo()
-        lib.check(lib.library().mok_schedule_query(self._handle(), self._block("schedule", schedule, self.plan.schedule_bytes, 0).data_ptr(), byref(info)))
+        lib.check(lib.library().mok_schedule_query(self._handle(), self._block("schedule", schedule, self.plan.schedule_bytes).data_ptr(), byref(info)))
         return info
 
 

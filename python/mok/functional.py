@@ -7,6 +7,7 @@ each rank), widths (multiples of 64), capacity (nothing overflows), dropped rout
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from typing import Sequence
@@ -123,10 +124,11 @@ def validate_workspace_args(config, group, *, device, num_local_tokens, hidden_s
 
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError("torch.distributed is not initialised")
+        from ._distributed import refuse_strangers
+
+        refuse_strangers(group)
         if not isinstance(group, dist.ProcessGroup):
             raise TypeError(f"group is a {type(group).__name__}: it must be a ProcessGroup, or None for this process alone")
-        if dist.get_rank(group) < 0:
-            raise RuntimeError("this process is not a member of the group")
     _check_config(config, device)
     if not _is_int(num_local_tokens) or num_local_tokens < 0:
         raise ValueError(f"num_local_tokens is {num_local_tokens!r}: it must be a number from 0 on")
@@ -342,13 +344,27 @@ def _open(config, workspace, schedule, shared, routed, gate, limit, router_dtype
     return engine, LayerWeights(*given, *shared, gate)
 
 
+@contextlib.contextmanager
+def _told(schedule, call: int):
+    """What is refused inside is told to the other ranks, which would wait for this one's call: as far as it is known whose engine they mean, which is after
+    the schedule's first use."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        made = [_engine_of(handle) for handle in schedule._made] if isinstance(schedule, MoKSchedule) and not isinstance(error, lib.Error) else []
+        if len(made) == 1:
+            made[0].refuse(call, 0, error)
+        raise
+
+
 def forward(config: MoKConfig, workspace: MoKWorkspace, schedule: MoKSchedule, x: torch.Tensor, router_weights: torch.Tensor, w_shared_gate, w_shared_up, w_shared_down,
             w_routed_gate, w_routed_up, w_routed_down, swiglu_limit: float | None = None, *, w_shared_output_gate=None) -> tuple[torch.Tensor, MoKForwardContext]:
     """Weights as in the published interface: routed weights that are tuples (data, scale) mean MXFP8. Also: shared weights None; routed weights as lists,
     one tensor per expert; gate and up as one matrix with w_routed_up None (and w_shared_up)."""
-    validate_inputs(workspace, schedule, x, router_weights)
-    engine, weights = _open(config, workspace, schedule, (w_shared_gate, w_shared_up, w_shared_down), (w_routed_gate, w_routed_up, w_routed_down), w_shared_output_gate,
-                            swiglu_limit, router_weights.dtype)
+    with _told(schedule, lib.CALL_FORWARD):
+        validate_inputs(workspace, schedule, x, router_weights)
+        engine, weights = _open(config, workspace, schedule, (w_shared_gate, w_shared_up, w_shared_down), (w_routed_gate, w_routed_up, w_routed_down),
+                                w_shared_output_gate, swiglu_limit, router_weights.dtype)
     out, context = engine.workspace(x.shape[0]).forward(schedule.made_for(engine), x, router_weights, weights, True)
     return out, MoKForwardContext(context, engine)
 
@@ -356,9 +372,10 @@ def forward(config: MoKConfig, workspace: MoKWorkspace, schedule: MoKSchedule, x
 def recompute_forward_context(config: MoKConfig, workspace: MoKWorkspace, schedule: MoKSchedule, x: torch.Tensor, w_shared_gate, w_shared_up, w_routed_gate, w_routed_up,
                               swiglu_limit: float | None = None, *, w_shared_output_gate=None, router_dtype: torch.dtype = torch.float32) -> MoKForwardContext:
     """The context of a forward, made again from x and the schedule."""
-    validate_inputs(workspace, schedule, x)
-    engine, weights = _open(config, workspace, schedule, (w_shared_gate, w_shared_up, None), (w_routed_gate, w_routed_up, None), w_shared_output_gate, swiglu_limit,
-                            router_dtype, down=False)
+    with _told(schedule, lib.CALL_RECOMPUTE):
+        validate_inputs(workspace, schedule, x)
+        engine, weights = _open(config, workspace, schedule, (w_shared_gate, w_shared_up, None), (w_routed_gate, w_routed_up, None), w_shared_output_gate,
+                                swiglu_limit, router_dtype, down=False)
     return MoKForwardContext(engine.workspace(x.shape[0]).recompute(schedule.made_for(engine), x, weights), engine)
 
 
@@ -371,14 +388,15 @@ def backward(config: MoKConfig, workspace: MoKWorkspace, schedule: MoKSchedule, 
     returned as None, and experts without rows are left alone.
 
     MXFP8: gate and up are (data, scale, transposed data, transposed scale), down is (transposed data, transposed scale)."""
-    validate_inputs(workspace, schedule, x, router_weights, grad_output)
-    if not isinstance(context, MoKForwardContext):
-        raise TypeError(f"context is a {type(context).__name__}: it must be a MoKForwardContext")
-    shared, routed = (w_shared_gate, w_shared_up, w_shared_down), (w_routed_gate, w_routed_up, w_routed_down)
-    engine, weights = _open(config, workspace, schedule, shared, routed, w_shared_output_gate, swiglu_limit, router_weights.dtype, backward=True)
-    if engine is not context.engine:
-        raise ValueError("context was made with another configuration or other shapes: " + _difference(engine.shape, context.engine.shape))
-    results, grads = _make_results(weights, main_grads)
+    with _told(schedule, lib.CALL_BACKWARD):
+        validate_inputs(workspace, schedule, x, router_weights, grad_output)
+        if not isinstance(context, MoKForwardContext):
+            raise TypeError(f"context is a {type(context).__name__}: it must be a MoKForwardContext")
+        shared, routed = (w_shared_gate, w_shared_up, w_shared_down), (w_routed_gate, w_routed_up, w_routed_down)
+        engine, weights = _open(config, workspace, schedule, shared, routed, w_shared_output_gate, swiglu_limit, router_weights.dtype, backward=True)
+        if engine is not context.engine:
+            raise ValueError("context was made with another configuration or other shapes: " + _difference(engine.shape, context.engine.shape))
+        results, grads = _make_results(weights, main_grads)
     dx, drouter = engine.workspace(x.shape[0]).backward(schedule.made_for(engine), context.data, grad_output, x, router_weights, weights, grads)
     names = ("gate", "up", "down", "shared_gate", "shared_up", "shared_down") + (("shared_output_gate",) if w_shared_output_gate is not None else ())
     return (dx, drouter, *(results.get(name) for name in names))

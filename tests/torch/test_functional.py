@@ -122,6 +122,38 @@ def test_row_table_on_ranks(run_ranks):
         assert torch.equal(got[1][got[0] >= 0], want.slot[want.rank >= 0])
 
 
+def _wrong_on_one_rank(group, p):
+    """One rank's mistake in each pass: what every rank is told, and gradients of the passes after."""
+    import torch.distributed as dist
+
+    config, rank, size = MF.MoKConfig(minibatch_size=256, macrobatch_size=1024), dist.get_rank(group), dist.get_world_size(group)
+    w = MF.create_workspace(config, group, device=torch.device("cpu"), num_local_tokens=len(p.x), hidden_size=p.x.shape[1], topk=2)
+    first, count = mok.expert_range(8, size, rank)
+    weights = [t if t is None else t[first : first + count].contiguous() if t.dim() == 3 else t for t in weights_of(p)]
+    schedule = MF.build_schedule(w, config, p.expert_ids, num_local_experts=count)
+    out, context = MF.forward(config, w, schedule, p.x, p.router_weights, *weights)
+    bad, told = p.x.float() if rank == 1 else p.x, []
+    for call in (lambda x: MF.forward(config, w, schedule, x, p.router_weights, *weights),
+                 lambda x: MF.recompute_forward_context(config, w, schedule, x, *weights[:2], *weights[3:5]),
+                 lambda x: MF.backward(config, w, schedule, context, p.dout, x, p.router_weights, *weights)):
+        try:
+            call(bad)
+            told.append("nothing")
+        except (ValueError, RuntimeError) as error:
+            told.append(str(error))
+    again, _ = MF.forward(config, w, schedule, p.x, p.router_weights, *weights)
+    return told, torch.equal(out, again)
+
+
+def test_one_rank_s_mistake_in_any_pass_is_told_to_all(device):
+    if device.type != "cpu":
+        pytest.skip("ranks of the published interface are processes")
+    results = ranks.processes(2, _wrong_on_one_rank, reference.make(tokens=40), wants="process_group")
+    for told, same in results:
+        assert same and all("x is torch.float32" in sentence for sentence in told), told
+    assert [sentence.split(" call")[0] for sentence in results[0][0]] == [f"rank 1 refused its {name}" for name in ("forward", "recompute", "backward")]
+
+
 # --- refusals -----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("field, value", [("fwd_num_comm_sms", 0), ("fwd_num_comm_sms", 3), ("fwd_num_comm_sms", 2.0), ("bwd_num_comm_sms", -2), ("minibatch_size", 100),
                                           ("minibatch_size", True), ("macrobatch_size", 5000), ("schedule_capacity_multiplier", 0.0),

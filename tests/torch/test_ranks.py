@@ -145,6 +145,28 @@ def test_S9_one_token_too_many_on_one_rank_raises_on_all(run_ranks):
     assert results[1][0].startswith("CallerError") and "rank 1 refused" in results[0][0]
 
 
+def _wrong_in_the_first_call(group, max_tokens):
+    layer = mok.MoE(64, 64, 4, 2, max_tokens=max_tokens, group=group, device=group.device)
+    x, mine = torch.randn(20, 64, device=group.device).bfloat16(), group.rank == 1
+    wrong = (lambda: layer(x[:, :32]), lambda: layer(x, x, x), lambda: layer(x, torch.zeros(20, 3, dtype=torch.int64), x), lambda: layer(x, None, x),
+             lambda: layer(x, mask=torch.ones(19, dtype=torch.bool, device=group.device)))
+    sentences = [_expect(call if mine else lambda: layer(x), (TypeError, ValueError, RuntimeError)) for call in wrong]
+    return sentences, layer(x).detach()
+
+
+@pytest.mark.parametrize("max_tokens", [64, None])
+def test_what_is_wrong_in_a_rank_s_first_call_is_told_to_the_others(max_tokens, device, run_ranks):
+    if device.type != "cpu" and max_tokens is None:
+        pytest.skip("ranks that are threads need max_tokens")
+    start = time.monotonic()
+    (others, out), (mine, _) = run_ranks(2, _wrong_in_the_first_call, max_tokens)
+    assert time.monotonic() - start < ranks.TIMEOUT / 2 and out.isfinite().all()
+    says = ("x is [20, 32]: its last size must be 64", "expert_ids is [20, 64]: x has 20 tokens", "expert_ids is [20, 3]: x has 20 tokens",
+            "router_weights is given without expert_ids", "mask is [19]: it must be [20]")
+    for told, own, words in zip(others, mine, says):
+        assert words in own and words in told and "rank 1" in told and "refused" in told
+
+
 def _wrong_on_one_rank(group, p):
     p = p.on(group.device)
     engine = mok.engine(group=group, hidden=128, intermediate=64, num_experts=8, topk=2, max_tokens=64)
@@ -163,7 +185,7 @@ def test_what_python_refuses_on_one_rank_fails_on_the_others_at_once(run_ranks):
     start = time.monotonic()
     (first, out), (second, _) = run_ranks(2, _wrong_on_one_rank, reference.make())
     assert time.monotonic() - start < ranks.TIMEOUT / 2
-    assert first[0].startswith("TypeError: x is torch.float32") and "rank 0 refused" in second[0]
+    assert first[0].startswith("TypeError: x is torch.float32") and "rank 0 refused" in second[0] and "x is torch.float32" in second[0]
     assert second[1].startswith("ValueError: expert_ids is [50, 1]") and "rank 1 refused" in first[1]
     assert out.isfinite().all()
 
