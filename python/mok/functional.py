@@ -384,8 +384,8 @@ def backward(config: MoKConfig, workspace: MoKWorkspace, schedule: MoKSchedule, 
              w_shared_output_gate=None, main_grads: Sequence[torch.Tensor | None] | None = None):
     """-> d_x, d_router_weights, d_routed_gate, _up, _down, d_shared_gate, _up, _down (and d_shared_output_gate, if there is one).
 
-    main_grads: (shared gate, routed gate, shared up, routed up, shared down, routed down), fp32 or bf16, that the gradients are added to; those are
-    returned as None, and experts without rows are left alone.
+    main_grads: (shared gate, routed gate, shared up, routed up, shared down, routed down), or without both up where gate and up are one matrix; fp32 or
+    bf16, None for those that are not wanted there, that the gradients are added to; those are returned as None, and experts without rows are left alone.
 
     MXFP8: gate and up are (data, scale, transposed data, transposed scale), down is (transposed data, transposed scale)."""
     with _told(schedule, lib.CALL_BACKWARD):
@@ -413,9 +413,12 @@ def _make_results(weights: LayerWeights, main_grads) -> tuple[dict, LayerGrads]:
     """Fresh gradients by name, and where each goes: there, or into main_grads."""
     sinks = {}
     if main_grads is not None:
-        if len(main_grads) != 6:
-            raise ValueError(f"main_grads has {len(main_grads)} entries: it must have 6")
-        sinks = dict(zip(("shared_gate", "gate", "shared_up", "up", "shared_down", "down"), main_grads))
+        order = ("shared_gate", "gate", "shared_up", "up", "shared_down", "down")
+        if weights.up is None and len(main_grads) == 4:  # gate and up are one matrix
+            order = ("shared_gate", "gate", "shared_down", "down")
+        if len(main_grads) != len(order):
+            raise ValueError(f"main_grads has {len(main_grads)} entries: it must have 6" + (", or 4 without the up matrices" if weights.up is None else ""))
+        sinks = dict(zip(order, main_grads))
     results, grads = {}, LayerGrads()
     for field in dataclasses.fields(LayerWeights):
         weight, sink = getattr(weights, field.name), sinks.get(field.name)

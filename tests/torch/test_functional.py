@@ -82,6 +82,22 @@ def test_main_grads_are_added_to(dtype, device):
         assert torch.allclose(sink.float(), 2 * grad.float(), rtol=2e-2, atol=1e-2 * grad.float().abs().max().item())
 
 
+def test_main_grads_are_four_where_gate_and_up_are_one_matrix(device):
+    p = reference.make(shared=64, gate_up="combined", device=device)
+    config, w = workspace(device)
+    schedule = MF.build_schedule(w, config, p.expert_ids, num_local_experts=8)
+    out, context = MF.forward(config, w, schedule, p.x, p.router_weights, *weights_of(p))
+    arguments = (config, w, schedule, context, p.dout, p.x, p.router_weights, *weights_of(p))
+    shared_gate, gate, shared_down, down = (torch.zeros_like(t, dtype=torch.float32) for t in (p.shared_gate, p.gate, p.shared_down, p.down))
+    assert MF.backward(*arguments, main_grads=(shared_gate, gate, shared_down, down))[2:] == (None,) * 6
+    sixth = [torch.zeros_like(t) if t is not None else None for t in (shared_gate, gate, None, None, shared_down, down)]
+    MF.backward(*arguments, main_grads=sixth)
+    for four, six in zip((shared_gate, gate, shared_down, down), (t for t in sixth if t is not None)):
+        assert torch.equal(four, six) and four.abs().max() > 0
+    with pytest.raises(ValueError, match="main_grads has 5 entries: it must have 6, or 4 without the up matrices"):
+        MF.backward(*arguments, main_grads=sixth[:5])
+
+
 def test_per_expert_weights_as_lists(device):
     p = reference.make(shared=64, device=device)
     config, w = workspace(device)
