@@ -1,5 +1,8 @@
 /* Ranks as processes: the same bits as threads; ranks that are killed or stopped are named by all others within the time-out, who then close what they
  * have, give their memory back and go on without them; disagreement gives all ranks the same sentence. */
+#define _GNU_SOURCE /* unshare */
+#include <sched.h>
+
 #include "../multi/processes.h"
 #include "../unit/bad_config.h"
 
@@ -358,6 +361,17 @@ TEST(C8_a_late_rank_is_logged_as_late_and_waited_for)
     CHECK_STR(board->report[0].sentence, "rank 1 has come to schedule (layer 9, call 1) after 1.");
     CHECK_EQ(board->report[1].sentence[0], 0);
     printf("  %s", board->report[0].sentence);
+    free_layer(&l);
+}
+
+/* The last case of the file: what it leaves, nothing else may need. */
+TEST(E8_a_machine_without_a_network_will_do)
+{
+    if (unshare(CLONE_NEWNET) != 0 && unshare(CLONE_NEWUSER | CLONE_NEWNET) != 0)
+        SKIP("this process may not make a network namespace");
+    layer l = make_layer(3);
+    run_all(3, sound_body, &l);
+    check_against_threads("processes without a network", &l);
     free_layer(&l);
 }
 

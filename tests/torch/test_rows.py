@@ -137,6 +137,21 @@ def test_D1_repeated_runs_have_the_same_bits(device):
         assert all(torch.equal(first[name], again[name]) for name in first)
 
 
+def test_C4_memory_that_torch_fills_changes_nothing(device):
+    """use_deterministic_algorithms fills new tensors with NaN: behind our back it must not, and no operation of ours may be one that it forbids."""
+    p = reference.make(tokens=200, shared=64, output_gate=True)
+    first, probe = jobs.solve(one(device), p), torch.empty(1 << 16, device=device)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.empty_like(probe).isnan().all()
+        for _ in range(3):
+            again = jobs.solve(one(device), p)
+            assert all(torch.equal(first[name], again[name]) and again[name].isfinite().all() for name in first)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def _repeat(group, p):
     return [jobs.solve(group, p) for _ in range(4)]
 
