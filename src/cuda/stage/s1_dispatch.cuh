@@ -164,6 +164,12 @@ template <bool Mx, bool Backward = false> struct Dispatch {
         bulk_commit();
     }
 
+    /* After a batch every slot was filled count / Slots times, the first count % Slots of them once more. */
+    template <uint32_t Slots> MK_MEMBER void flip_parities(uint32_t count)
+    {
+        parities ^= (count / Slots % 2 ? (1u << Slots) - 1 : 0) ^ ((1u << count % Slots) - 1);
+    }
+
     /* The batch's rows, packed: the n-th lane that has one takes slot n mod slots. Groups of half the slots: group g is loaded
      * while group g - 1 is stored. */
     template <uint32_t Slots> MK_MEMBER void move_batch(const DispatchPayload &what, const DispatchRow &d)
@@ -180,8 +186,7 @@ template <bool Mx, bool Backward = false> struct Dispatch {
             }
             sync_warp();
         }
-        /* Every slot was filled count / Slots times, the first count % Slots of them once more. */
-        parities ^= (count / Slots % 2 ? (1u << Slots) - 1 : 0) ^ ((1u << count % Slots) - 1);
+        flip_parities<Slots>(count);
     }
 
     /* Rows longer than half the area: one at a time, in pieces, through slot 0. */
@@ -198,7 +203,7 @@ template <bool Mx, bool Backward = false> struct Dispatch {
                 store_scales(what, d, lane, source_of(what, d, lane) + r.dims.hidden);
             } else if constexpr (Mx) {
                 if (!shuffle((uint32_t)d.waits, lane)) {
-                    widen_long_row(what, d, lane);
+                    widen_row(what, d, lane, source_of(what, d, lane));
                     continue;
                 }
             }
@@ -234,8 +239,6 @@ template <bool Mx, bool Backward = false> struct Dispatch {
     {
         if constexpr (Slots == 1)
             move_long_rows(what, d);
-        else if constexpr (kScaled)
-            move_batch_scaled<Slots>(what, d);
         else if constexpr (Mx)
             move_batch_mx<Slots>(what, d);
         else
@@ -268,30 +271,6 @@ template <bool Mx, bool Backward = false> struct Dispatch {
         }
     }
 
-    /* move_batch, and the warp stores the scales. */
-    template <uint32_t Slots> MK_MEMBER void move_batch_scaled(const DispatchPayload &what, const DispatchRow &d)
-    {
-        constexpr uint32_t half = Slots / 2, slot_bytes = MK_DISPATCH_AREA / Slots;
-        const uint32_t movers = ballot(d.moves), count = population_count(movers);
-        const uint32_t mine = population_count(movers & ((1u << lane_idx()) - 1)), groups = (count + half - 1) / half;
-        for (uint32_t g = 0; g <= groups; g++) {
-            if (d.moves && mine / half == g)
-                load_piece(what, d, mine % Slots, slot_bytes, 0, row_bytes(d));
-            for (uint32_t n = g * half - half; g > 0 && n < g * half && n < count; n++) {
-                const uint32_t slot = n % Slots, parity = (parities >> slot ^ n / Slots) & 1, is_owner = ballot(d.moves && mine == n);
-                const uint32_t owner = population_count(is_owner - 1); /* the only bit's place */
-                wait_mbar(smem_addr(&s.full[slot]), parity, "s1_dispatch: row in MXFP8");
-                if (lane_idx() == owner)
-                    store_piece(what, d, slot, slot_bytes, 0, (uint32_t)ring_row_bytes(), parity);
-                store_scales(what, d, owner, s.area + slot * slot_bytes + r.dims.hidden);
-            }
-            bulk_wait_read<0>();
-            fence_proxy_async_shared_cta(); /* slots have been read by plain loads, and are filled by copies next */
-            sync_warp();
-        }
-        parities ^= (count / Slots % 2 ? (1u << Slots) - 1 : 0) ^ ((1u << count % Slots) - 1);
-    }
-
     /* All lanes: where `lane`'s row comes from. */
     MK_MEMBER const uint8_t *source_of(const DispatchPayload &what, const DispatchRow &d, uint32_t lane) const
     {
@@ -301,10 +280,12 @@ template <bool Mx, bool Backward = false> struct Dispatch {
 
     /* ---- moving MXFP8 widened ---- */
 
-    /* All lanes: a row of a heap, wherever it lies now, into the ring's row and those that are its duplicates. */
-    MK_MEMBER void widen_row(const DispatchPayload &what, const uint8_t *from, int64_t row, int32_t duplicates) const
+    /* All lanes: `owner`'s row of a heap, wherever it lies now, into the ring's row and those that are its duplicates. */
+    MK_MEMBER void widen_row(const DispatchPayload &what, const DispatchRow &d, uint32_t owner, const uint8_t *from) const
     {
         const uint32_t hidden = (uint32_t)r.dims.hidden;
+        const int64_t row = shuffle((uint32_t)d.row, owner);
+        const int32_t duplicates = (int32_t)shuffle((uint32_t)d.duplicates, owner);
         MK_ROLLED for (int32_t i = 0; i <= duplicates; i++) {
             uint8_t *to = ring_at(what, ahead(row, i));
             uint32_t col = lane_idx() * 8;
@@ -330,7 +311,10 @@ template <bool Mx, bool Backward = false> struct Dispatch {
             store(reinterpret_cast<Vec4 *>(to + (col + i * kWarpCols) * 2), mx_widen8(e[i], scale[i]));
     }
 
-    /* move_batch, but for what becomes of a row that has come: the warp widens it, unless it is a copy of a row of the ring. */
+    /* ---- moving MXFP8, either way ---- */
+
+    /* move_batch, but for what becomes of a row that has come, one after the other: its lane stores elements as they lie, the warp its scales; or the warp
+     * widens it, unless it is a copy of a row of the ring, which its lane stores. */
     template <uint32_t Slots> MK_MEMBER void move_batch_mx(const DispatchPayload &what, const DispatchRow &d)
     {
         constexpr uint32_t half = Slots / 2, slot_bytes = MK_DISPATCH_AREA / Slots;
@@ -342,28 +326,20 @@ template <bool Mx, bool Backward = false> struct Dispatch {
             for (uint32_t n = g * half - half; g > 0 && n < g * half && n < count; n++) {
                 const uint32_t slot = n % Slots, parity = (parities >> slot ^ n / Slots) & 1, is_owner = ballot(d.moves && mine == n);
                 const uint32_t owner = population_count(is_owner - 1); /* the only bit's place */
-                if (shuffle((uint32_t)d.waits, owner)) {
-                    if (lane_idx() == owner) {
-                        store_piece(what, d, slot, slot_bytes, 0, row_bytes(d), parity);
-                        bulk_wait_read<0>();
-                    }
-                    continue;
-                }
-                const int64_t row = shuffle((uint32_t)d.row, owner);
-                const int32_t duplicates = (int32_t)shuffle((uint32_t)d.duplicates, owner);
+                const uint8_t *row = s.area + slot * slot_bytes;
                 wait_mbar(smem_addr(&s.full[slot]), parity, "s1_dispatch: row in MXFP8");
-                widen_row(what, s.area + slot * slot_bytes, row, duplicates);
+                if (lane_idx() == owner && (kScaled || d.waits))
+                    store_piece(what, d, slot, slot_bytes, 0, (uint32_t)ring_row_bytes(), parity);
+                if constexpr (kScaled)
+                    store_scales(what, d, owner, row + r.dims.hidden);
+                else if (!shuffle((uint32_t)d.waits, owner))
+                    widen_row(what, d, owner, row);
             }
+            bulk_wait_read<0>();
             fence_proxy_async_shared_cta(); /* slots have been read by plain loads, and are filled by copies next */
             sync_warp();
         }
-        parities ^= (count / Slots % 2 ? (1u << Slots) - 1 : 0) ^ ((1u << count % Slots) - 1);
-    }
-
-    /* A long row of a heap, straight from there. */
-    MK_MEMBER void widen_long_row(const DispatchPayload &what, const DispatchRow &d, uint32_t lane) const
-    {
-        widen_row(what, source_of(what, d, lane), shuffle((uint32_t)d.row, lane), (int32_t)shuffle((uint32_t)d.duplicates, lane));
+        flip_parities<Slots>(count);
     }
 
     MK_MEMBER void trace_starts(mk_trace_kind kind, int64_t start) const
