@@ -15,7 +15,7 @@ The last line counts: "N passed, N failed, N skipped" (killed or explained, unex
 import argparse, concurrent.futures, os, random, re, shutil, subprocess, sys, time
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-TESTS = ["gemm", "gemm_scaled_sm100", "schedule", "dispatch", "mx", "mx_layer", "mx_layer_sm100", "mx_wgrad_sm100", "forward", "forward_sm100", "trace", "backward", "backward_sm100"]  # tests/emu/test_<name>.cpp; --tests
+TESTS = ["gemm", "gemm_scaled_sm100", "schedule", "dispatch", "dispatch_sm100", "mx", "mx_layer", "mx_layer_sm100", "mx_wgrad_sm100", "forward", "forward_sm100", "trace", "backward", "backward_sm100"]  # tests/emu/test_<name>.cpp; --tests
 
 # Which of them run a file, the quickest to notice first. The longest beginning of its name counts.
 RUN_BY = {
@@ -35,7 +35,7 @@ RUN_BY = {
     "stage/forward": "forward forward_sm100 mx_layer_sm100",
     "stage/mx": "mx mx_wgrad_sm100",
     "stage/mx_epilogue": "mx_layer mx_layer_sm100",
-    "stage/s1_": "dispatch mx_layer forward mx_layer_sm100",
+    "stage/s1_": "dispatch dispatch_sm100 mx_layer forward mx_layer_sm100",
     "stage/s2_gate_up_bwd": "backward",
     "stage/s4_down_bwd": "backward",
     "stage/s5_": "forward",

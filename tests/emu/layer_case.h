@@ -17,6 +17,8 @@ struct LayerShape {
     std::vector<int64_t> tokens = {16};   /* of each rank */
     int64_t ring = 0, minibatch = 0, save_rows = 0;
     bool shared_gate = false, wide = false, fused = false, duplicates = true;
+    bool rows_only = false;               /* no weights: for dispatch alone */
+    bool mx = false;                      /* MXFP8, rows_only: the test fills the heap */
     double dropped = 0.1;
     float limit = 0;
     uint32_t resident = 2;                /* clusters at once on each device */
@@ -25,6 +27,7 @@ struct LayerShape {
     bool quads = false, draws_two = false; /* Hopper, fused: clusters of four first, and those of two find nothing more to do; or those of two as beside them */
     uint32_t yield_ns = 0, spare = 0;     /* Hopper: of the fused launch's clusters, so many are spares, and one leaves in yield_ns */
     uint32_t late = 0;                    /* emu::Device::start_late */
+    int64_t matrix() const { return rows_only ? 0 : hidden * intermediate; }
     int64_t ranks() const { return (int64_t)tokens.size(); }
 };
 
@@ -45,7 +48,7 @@ struct LayerData {
             tokens += t;
         fill(x, tokens * s.hidden, 1.0, &state);
         for (auto *m : {&gate, &up, &down})
-            fill(*m, s.experts * s.hidden * s.intermediate, 1.0 / sqrt((double)s.hidden), &state);
+            fill(*m, s.experts * s.matrix(), 1.0 / sqrt((double)s.hidden), &state);
         for (auto *m : {&shared_gate, &shared_up, &shared_down})
             fill(*m, s.hidden * s.shared, 1.0 / sqrt((double)s.hidden), &state);
         fill(output_gate, s.hidden, 1.0 / sqrt((double)s.hidden), &state);
@@ -100,6 +103,7 @@ struct LayerCase {
         config.shared_gate = s.shared_gate;
         config.num_experts = s.experts;
         config.topk = s.topk;
+        config.dtype = s.mx ? MOK_MXFP8 : MOK_BF16;
         config.max_tokens = 1;
         for (int64_t t : s.tokens)
             config.max_tokens = mk_max(config.max_tokens, t);
@@ -131,10 +135,12 @@ struct LayerCase {
     {
         LayerRank &r = ranks[(size_t)index];
         mok_config resolved = config;
-        if (mk_resolve(&resolved, (int32_t)ranks.size(), index, mk_default_machine(MOK_BACKEND_CPU), &r.dims) != MOK_OK)
+        mk_machine chip = mk_default_machine(MOK_BACKEND_CPU);
+        chip.scaled = mk::kMultipliesMx;
+        if (mk_resolve(&resolved, (int32_t)ranks.size(), index, chip, &r.dims) != MOK_OK)
             TEST_FAILED("%s", mok_last_error());
         mk_memory_map(&r.dims, &r.memory, nullptr);
-        const int64_t h = shape.hidden, matrix = h * shape.intermediate, shared = h * shape.shared;
+        const int64_t h = shape.hidden, matrix = shape.matrix(), shared = h * shape.shared;
         const int64_t e0 = r.dims.experts_first, el = r.dims.experts_count;
         r.first_token = first_token;
         r.num_tokens = shape.tokens[(size_t)index];
@@ -226,7 +232,7 @@ struct LayerCase {
         if (schedule) {
             p.expert_ids = r.ids->device();
         } else {
-            p.x = r.x->device();
+            p.x = shape.mx ? nullptr : r.x->device();
             p.router_weights = r.weights->device();
         }
         LAUNCH(r, mok_call_begin, p, 3, 128);
