@@ -42,6 +42,12 @@ typedef struct mk_absent {
  * that have left; started and not leaving. */
 enum { MK_YIELD_COUNTED = 2, MK_YIELD_LEFT = 3, MK_YIELD_PRESENT = 5 };
 
+/* Smallest (weight, expert, what) of a pointer that cannot be used; ~0: none (cuda/stage/weights.cuh). */
+typedef struct mk_bad_weights {
+    uint64_t given;       /* to a pass; found before its call opens */
+    uint64_t widened;     /* given to mok_mx_widen; stays until a pass has told it */
+} mk_bad_weights;
+
 /* Device state of a workspace: what must live and advance on the device, so that captured graphs can be replayed. */
 typedef struct mk_device_state {
     uint64_t epoch;       /* barriers so far */
@@ -57,8 +63,7 @@ typedef struct mk_device_state {
     int64_t mx_not_finite;   /* MXFP8: by whoever quantises */
     int64_t done[5];      /* by mk_operation: calls not skipped. A schedule counts once its head is written, a pass at check_call */
     uint64_t first_bad_id; /* s0: smallest (rank, route) with an id out of range; ~0: none */
-    uint64_t bad_weight;  /* smallest (weight, expert, what) of a pointer that cannot be used, found before a call opens; ~0: none (stage/weights.cuh) */
-    uint64_t bad_widened; /* the same of what mok_mx_widen was given: stays until a pass has told it */
+    mk_bad_weights bad_weight;
     mk_missing_counter missing; /* of given_up: the first of them */
     mk_absent absent;     /* a rank that did not come to a barrier; stays, as given_up does */
     mk_fault fault;       /* of this or an earlier call; the host takes it */

@@ -194,7 +194,7 @@ struct LayerCase {
         fill(local + m.shared_gate, m.shared_scale - m.shared_gate, 0xff);
         fill(heap + m.x, m.dout - m.x, 0xff);
         fill(local + m.device_state, sizeof(mk_device_state), 0);
-        fill(local + m.device_state + (int64_t)offsetof(mk_device_state, bad_widened), sizeof(uint64_t), 0xff);
+        fill(local + m.device_state + (int64_t)offsetof(mk_device_state, bad_weight), sizeof(mk_bad_weights), 0xff);
         fill(heap + m.epochs, m.call_heads - m.epochs, 0);
         fill(heap + m.call_heads, m.expert_ids - m.call_heads, 0);
     }

@@ -146,7 +146,7 @@ static mok_status open_entered(mok_workspace *w)
     MK_CUDA_TRY(api->cuMemAlloc(&s->heaps, ranks * sizeof(char *)), "rank %d: allocating the table of %zu heaps", rank, ranks);
     MK_CUDA_TRY(api->cuMemcpyHtoD(s->heaps, w->heaps, ranks * sizeof(char *)), "rank %d: copying the table of %zu heaps", rank, ranks);
     MK_CUDA_TRY(api->cuMemsetD8(mk_cu_address(w->local + w->memory.device_state), 0, sizeof(mk_device_state)), "rank %d: clearing the device state", rank);
-    MK_CUDA_TRY(api->cuMemsetD8(mk_cu_address(w->local + w->memory.device_state + offsetof(mk_device_state, bad_weight)), 0xff, 2 * sizeof(uint64_t)), /* and bad_widened */
+    MK_CUDA_TRY(api->cuMemsetD8(mk_cu_address(w->local + w->memory.device_state + offsetof(mk_device_state, bad_weight)), 0xff, sizeof(mk_bad_weights)),
                 "rank %d: clearing the device state", rank);
     MK_CUDA_TRY(api->cuMemHostAlloc((void **)&s->fault, sizeof *s->fault, MK_CU_HOST_PORTABLE | MK_CU_HOST_DEVICEMAP),
                 "rank %d: allocating the fault record in pinned memory", rank);

@@ -64,7 +64,7 @@ int64_t mk_cuda_weight_maps(const mok_workspace *w, mk_operation operation, cons
 {
     const mk_cuda_state *s = w->state;
     bool down = operation != MK_OP_RECOMPUTE;
-    *p = (mk_weight_maps_params){.rank = s->rank, .bad_weight = note_at(w, offsetof(mk_device_state, bad_weight))};
+    *p = (mk_weight_maps_params){.rank = s->rank, .bad_weight = note_at(w, offsetof(mk_device_state, bad_weight.given))};
     fill_sources(w, m, false, w->dims.capacity_tiles ? w->dims.experts_count : 0, down, mk_cuda_maps_experts(w, m, false), p->source);
     fill_sources(w, m, true, w->dims.shared_intermediate && num_tokens ? 1 : 0, down, mk_cuda_maps_experts(w, m, true), p->source + MK_EXPERT_MAPS);
     int64_t matrices = count_matrices(p);
@@ -76,7 +76,7 @@ int64_t mk_cuda_weight_maps(const mok_workspace *w, mk_operation operation, cons
 int64_t mk_cuda_weights_to_widen(const mok_workspace *w, const mok_weights *m, mk_weight_maps_params *p)
 {
     const mk_cuda_state *s = w->state;
-    *p = (mk_weight_maps_params){.rank = s->rank, .bad_weight = note_at(w, offsetof(mk_device_state, bad_widened))};
+    *p = (mk_weight_maps_params){.rank = s->rank, .bad_weight = note_at(w, offsetof(mk_device_state, bad_weight.widened))};
     fill_sources(w, m, false, w->dims.experts_count, true, false, p->source);
     return count_matrices(p);
 }

@@ -107,17 +107,17 @@ MK_DEVICE void open_call(const mk_open_params &p)
     const bool out_of_step = load(&state->given_up) != 0 || load(&state->absent.noted) != 0, schedules = p.operation == MK_OP_SCHEDULE;
     mk_call_head *head = call_head(p.rank, p.rank.dims.rank, call);
     uint64_t schedule_number = call; /* a schedule's number is its call's, so that ranks agree on it whatever they called before */
-    const uint64_t bad_weight = load(&state->bad_weight), bad_widened = load(&state->bad_widened);
+    const mk_bad_weights bad = load(&state->bad_weight);
     int32_t status = p.status;
     if (status == 0 && !schedules) {
         const CallMemory memory(p);
         if (call_memory_is_stale(p, memory, head))
             status = 5; /* MOK_E_STATE */
-        else if (weight_is_bad(bad_weight, "", head))
+        else if (weight_is_bad(bad.given, "", head))
             status = 2; /* MOK_E_ARG */
-        else if (weight_is_bad(bad_widened, "mok_mx_widen: ", head)) {
+        else if (weight_is_bad(bad.widened, "mok_mx_widen: ", head)) {
             status = 2;
-            store(&state->bad_widened, ~(uint64_t)0); /* told */
+            store(&state->bad_weight.widened, ~(uint64_t)0); /* told */
         }
         else
             schedule_number = memory.schedule.number;
@@ -132,7 +132,7 @@ MK_DEVICE void open_call(const mk_open_params &p)
     store(&state->tickets[3], 0u);
     store(&state->tickets[5], 0u);
     store(&state->first_bad_id, ~(uint64_t)0);
-    store(&state->bad_weight, ~(uint64_t)0);
+    store(&state->bad_weight.given, ~(uint64_t)0);
     if (p.status != 0)
         write_sentence(head, p.sentence, sizeof p.sentence);
     store(&head->sequence, call);
