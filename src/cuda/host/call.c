@@ -33,8 +33,7 @@ static mok_status times_stage(const cuda_call *c, mk_cuda_kernel kernel, mk_task
     return c->s->times && !c->capturing ? mk_cuda_times_launch(c->s, c->operation, kernel, kind, c->stream) : MOK_OK;
 }
 
-/* kind: what the kernel does, if it can do several things. */
-static mok_status launch_kind(const cuda_call *c, mk_cuda_kernel kernel, mk_task_kind kind, int64_t blocks, void *params, int64_t step)
+static mok_status launch_untimed(const cuda_call *c, mk_cuda_kernel kernel, int64_t blocks, void *params, int64_t step)
 {
     const mk_cuda_kernel_shape *shape = &mk_cuda_kernel_shapes[kernel];
     mk_cu_launch_attribute cluster = {.id = MK_CU_LAUNCH_CLUSTER_DIMENSION, .value = {.cluster = {shape->cluster, 1, 1}}};
@@ -44,6 +43,13 @@ static mok_status launch_kind(const cuda_call *c, mk_cuda_kernel kernel, mk_task
     MK_CUDA_TRY(c->api->cuLaunchKernelEx(&config, c->s->device->kernels.function[kernel], list, NULL),
                 "rank %d: launching %s of %s, step %lld (%u blocks of %u on device %d)", c->w->dims.rank, shape->name, mk_operation_name(c->operation),
                 (long long)step, config.grid_x, config.block_x, c->s->device->ordinal);
+    return MOK_OK;
+}
+
+/* kind: what the kernel does, if it can do several things. */
+static mok_status launch_kind(const cuda_call *c, mk_cuda_kernel kernel, mk_task_kind kind, int64_t blocks, void *params, int64_t step)
+{
+    MK_TRY(launch_untimed(c, kernel, blocks, params, step));
     return times_stage(c, kernel, kind);
 }
 
@@ -101,11 +107,11 @@ static int64_t pass_blocks(const cuda_call *c, mk_cuda_kernel kernel, int produc
 /* Are passes launched in clusters of four, if that is wanted? Not where SMs are reserved, or a trace is kept, whose places are of one launch's CTAs. */
 static bool launches_quads(const cuda_call *c, bool wanted, mk_cuda_kernel quad)
 {
-    return wanted && c->s->device->kernels.max_clusters[quad] > 0 && !c->s->reserve_clusters && !c->s->rank.trace.memory && !c->s->times;
+    return wanted && c->s->device->kernels.max_clusters[quad] > 0 && !c->s->reserve_clusters && !c->s->rank.trace.memory;
 }
 
 /* A pass in two launches at once, which draw from the same ticket (params.draws_two): as many clusters of four as fit, and clusters of two on the SMs that are
- * left. Each does all that the other leaves to it, whichever comes first. */
+ * left. Each does all that the other leaves to it, whichever comes first. Stage times know one launch, which ends when both have. */
 static mok_status launch_quads(const cuda_call *c, mk_cuda_kernel quad, mk_cuda_kernel pair, void *params)
 {
     const int *fit = c->s->device->kernels.max_clusters;
@@ -113,14 +119,14 @@ static mok_status launch_quads(const cuda_call *c, mk_cuda_kernel quad, mk_cuda_
     cuda_call beside = *c;
     beside.stream = c->s->beside;
     MK_CUDA_TRY(c->api->cuEventRecord(c->s->parts, c->stream), "rank %d: recording where two launches part", c->w->dims.rank);
-    MK_TRY(launch(c, quad, 4 * quads, params, 0));
-    if (pairs <= 0)
-        return MOK_OK;
-    MK_CUDA_TRY(c->api->cuStreamWaitEvent(beside.stream, c->s->parts, 0), "rank %d: ordering two launches", c->w->dims.rank);
-    MK_TRY(launch(&beside, pair, 2 * pairs, params, 0));
-    MK_CUDA_TRY(c->api->cuEventRecord(c->s->meets, beside.stream), "rank %d: recording where two launches meet", c->w->dims.rank);
-    MK_CUDA_TRY(c->api->cuStreamWaitEvent(c->stream, c->s->meets, 0), "rank %d: ordering two launches", c->w->dims.rank);
-    return MOK_OK;
+    MK_TRY(launch_untimed(c, quad, 4 * quads, params, 0));
+    if (pairs > 0) {
+        MK_CUDA_TRY(c->api->cuStreamWaitEvent(beside.stream, c->s->parts, 0), "rank %d: ordering two launches", c->w->dims.rank);
+        MK_TRY(launch_untimed(&beside, pair, 2 * pairs, params, 0));
+        MK_CUDA_TRY(c->api->cuEventRecord(c->s->meets, beside.stream), "rank %d: recording where two launches meet", c->w->dims.rank);
+        MK_CUDA_TRY(c->api->cuStreamWaitEvent(c->stream, c->s->meets, 0), "rank %d: ordering two launches", c->w->dims.rank);
+    }
+    return times_stage(c, pair, MK_TASK_NONE);
 }
 
 /* --- the beginning and the end of a call ------------------------------------------------------------------------------ */
