@@ -7,10 +7,6 @@
 #include "cuda/host/state.h"
 #include "layout/walk.h"
 
-/* Clusters that leave in the middle of a pass (stage/yield.cuh). Blackwell: they ask so often in a pass whether somebody more important wants their SM. Hopper:
- * so many leave in mok_config.yield_us, which makes 16 SMs. */
-enum { LAUNCH_ROUNDS = 4, YIELD_CLUSTERS = 8, MOST_SPARE_CLUSTERS = 1 << 16 };
-static const double slow_flops_per_ns = 3e3; /* of one SM: half of what an H200's does */
 enum { BLOCKS_PER_SM = 8, COMMUNICATION_ROW_TILE = MK_ROW_TILE, COPY_BYTES_PER_BLOCK = 16384, ROUTES_PER_BLOCK = 256 };
 
 typedef struct cuda_call {
@@ -62,46 +58,6 @@ static mok_status launch(const cuda_call *c, mk_cuda_kernel kernel, int64_t bloc
 static int64_t blocks_for(const cuda_call *c, int64_t pieces)
 {
     return mk_max(mk_min(pieces, (int64_t)c->s->device->num_sms * BLOCKS_PER_SM), 1);
-}
-
-/* Of a kernel in clusters: as many as fit beside what is reserved. */
-static int64_t resident_clusters(const cuda_call *c, mk_cuda_kernel kernel)
-{
-    return mk_max(c->s->device->kernels.max_clusters[kernel] - c->s->reserve_clusters, 1);
-}
-
-/* Floating-point operations of this rank in a pass of so many products of [rows, H] and [H, I], under balanced routing. */
-static double pass_flops(const cuda_call *c, int products)
-{
-    const mk_dims *d = &c->w->dims;
-    double tokens = (double)c->open.num_tokens, rows = tokens * (double)(d->topk * d->num_ranks * d->experts_count) / (double)d->num_experts;
-    return 2.0 * products * (double)d->hidden * (rows * (double)d->intermediate + tokens * (double)d->shared_intermediate);
-}
-
-/* Hopper: as many clusters beyond those that fit as would leave if the GPU were half as fast as it is; those that are not needed find nothing to do. None in a pass
- * that is over soon anyway. */
-static int64_t spare_clusters(const mk_yield_params *yield, mk_cuda_kernel kernel, double flops)
-{
-    double ns = flops / (slow_flops_per_ns * yield->num_resident * mk_cuda_kernel_shapes[kernel].cluster), period = (double)yield->interval_ns * YIELD_CLUSTERS;
-    return ns < 4 * period ? 0 : mk_min((int64_t)(ns / yield->interval_ns), MOST_SPARE_CLUSTERS);
-}
-
-/* Of a whole pass: the resident clusters, and those that come when some of them leave. They would also take the SMs that are reserved; and of a CTA that comes late
- * nothing would be in a trace. */
-static int64_t pass_blocks(const cuda_call *c, mk_cuda_kernel kernel, int products, mk_yield_params *yield)
-{
-    int64_t resident = resident_clusters(c, kernel), size = mk_cuda_kernel_shapes[kernel].cluster;
-    int32_t us = c->w->config.yield_us;
-    *yield = (mk_yield_params){.num_resident = (uint32_t)resident};
-    if (us < 0 || (us == 0 && !c->s->device->blackwell) || c->s->reserve_clusters || c->s->rank.trace.memory)
-        return resident * size;
-    if (c->s->device->blackwell)
-        return resident * size * LAUNCH_ROUNDS;
-    yield->interval_ns = (uint32_t)us * 1000 / YIELD_CLUSTERS;
-    int64_t spare = spare_clusters(yield, kernel, pass_flops(c, products));
-    if (!spare)
-        yield->interval_ns = 0;
-    return (resident + spare) * size;
 }
 
 /* Are passes launched in clusters of four, if that is wanted? Not where SMs are reserved, or a trace is kept, whose places are of one launch's CTAs. */
@@ -335,7 +291,7 @@ static mk_gemm_params gemm_params(const cuda_call *c, mk_gemm_id id, const mok_f
 static mok_status launch_gemm(cuda_call *c, mk_gemm_id id, mk_gemm_params *p, int64_t row_tiles, int64_t step)
 {
     const mk_cuda_gemm *g = &c->s->gemm[id];
-    int64_t resident = resident_clusters(c, g->kernel);
+    int64_t resident = mk_cuda_resident_clusters(c->w, g->kernel);
     p->step = (int32_t)step;
     p->ticket = c->launches++ & 1;
     return launch(c, g->kernel, mk_min(resident, row_tiles * g->tasks_per_tile) * mk_cuda_kernel_shapes[g->kernel].cluster, p, step);
@@ -401,7 +357,7 @@ static mok_status launch_fused(cuda_call *c, const mok_forward_args *a, bool dow
     p.draws_two = launches_quads(c, c->s->quads, MK_CUDA_mok_forward_fused_quad);
     if (p.draws_two)
         return launch_quads(c, MK_CUDA_mok_forward_fused_quad, kernel, &p);
-    return launch(c, kernel, pass_blocks(c, kernel, down ? 3 : 2, &p.yield), &p, 0);
+    return launch(c, kernel, mk_cuda_pass_blocks(c->w, kernel, c->open.num_tokens, down ? 3 : 2, &p.yield), &p, 0);
 }
 
 static mok_status launch_stages(cuda_call *c, const mok_forward_args *a, bool forward)
@@ -492,8 +448,8 @@ static mok_status launch_backward(const cuda_call *c, mk_backward_params *p, mk_
     p->draws_two = kind == MK_TASK_NONE && launches_quads(c, c->s->quads_backward, MK_CUDA_mok_backward_fused_quad);
     if (p->draws_two)
         return launch_quads(c, MK_CUDA_mok_backward_fused_quad, kernel, p);
-    int64_t blocks = kind == MK_TASK_NONE ? pass_blocks(c, kernel, 1 + 2 * p->want_data + 3 * p->want_weights, &p->yield)
-                                          : resident_clusters(c, kernel) * mk_cuda_kernel_shapes[kernel].cluster;
+    int64_t blocks = kind == MK_TASK_NONE ? mk_cuda_pass_blocks(c->w, kernel, c->open.num_tokens, 1 + 2 * p->want_data + 3 * p->want_weights, &p->yield)
+                                          : mk_cuda_resident_clusters(c->w, kernel) * mk_cuda_kernel_shapes[kernel].cluster;
     return launch_kind(c, kernel, kind, blocks, p, step);
 }
 

@@ -112,6 +112,12 @@ int64_t mk_cuda_up_offset(const mok_workspace *w, int64_t width);
 int64_t mk_cuda_weight_maps(const mok_workspace *w, mk_operation operation, const mok_weights *weights, int64_t num_tokens, mk_weight_maps_params *p);
 int64_t mk_cuda_weights_to_widen(const mok_workspace *w, const mok_weights *weights, mk_weight_maps_params *p);
 
+/* yield.c */
+/* Of a kernel in clusters: as many as fit beside what is reserved. */
+int64_t mk_cuda_resident_clusters(const mok_workspace *w, mk_cuda_kernel kernel);
+/* Blocks of a whole pass of so many products of [rows, H] and [H, I]: the resident clusters', and those that come when some of them leave. */
+int64_t mk_cuda_pass_blocks(const mok_workspace *w, mk_cuda_kernel kernel, int64_t num_tokens, int products, mk_yield_params *yield);
+
 /* call.c */
 mok_status mk_cuda_run(mok_workspace *w, const mk_call *call, void *stream);
 void mk_cuda_refuse(mok_workspace *w, mk_operation operation, uint64_t layer, mok_status status, void *stream);
