@@ -61,8 +61,14 @@ def moe(
     layer         a number that ranks compare, so that a layer never meets another one
     """
     if _under_autocast(x):
+        target = torch.get_autocast_dtype(x.device.type)
+        if target != torch.bfloat16:
+            error = TypeError(f"autocast is to {target}, but MoK computes in bfloat16: torch.autocast(\"{x.device.type}\", dtype=torch.bfloat16)")
+            if engine is not None:
+                engine.refuse(lib.CALL_SCHEDULE if schedule is None else lib.CALL_FORWARD, layer, error)
+            raise error
         x, gate, up, down, shared_gate, shared_up, shared_down, shared_output_gate = _cast(
-            torch.get_autocast_dtype(x.device.type), x, gate, up, down, shared_gate, shared_up, shared_down, shared_output_gate
+            target, x, gate, up, down, shared_gate, shared_up, shared_down, shared_output_gate
         )
     packed = isinstance(gate, torch.Tensor)
     if engine is None:

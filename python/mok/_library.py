@@ -343,6 +343,8 @@ def expert_range(num_experts: int, num_ranks: int, rank: int) -> tuple[int, int]
 
 def timeout(seconds: float | None) -> float:
     """How many seconds to wait for another rank: as said, or where nobody says (None) what the library chooses."""
+    if seconds is not None and not isinstance(seconds, (int, float)):
+        raise TypeError(f"timeout is {seconds!r}: it must be a number of seconds, or None")
     if seconds is not None and not seconds > 0:
         raise ValueError(f"timeout is {seconds} s: it must be above 0")
     ms = c_int64()

@@ -15,9 +15,11 @@ from ._engine import Engine, as_ids, find_engine
 from ._group import canonical_device, find_group
 from ._layer import moe
 from ._sinks import Sink, has_main_grad
-from ._workspace import Shape, choice
+from ._workspace import Shape, choice, whole_number
 
 _DTYPES = (torch.bfloat16, torch.float32, "bf16", "mxfp8")
+_OPTIONS = ("ring_rows", "minibatch_rows", "minibatch_rows_bwd", "comm_sms", "comm_sms_bwd", "reserve_sms", "yield_us", "cpu_threads", "router_dtype",
+            "mx_wgrad_bf16", "mx_keep_wide")  # of Shape, passed on
 _EXPERTS = ("gate", "up", "down")
 _SHARED = ("shared_gate", "shared_up", "shared_down", "shared_output_gate")
 
@@ -64,6 +66,11 @@ class MoE(nn.Module):
             choice("router", router, {"softmax": 0, "sigmoid": 1})
         if dtype not in _DTYPES:
             raise ValueError(f"dtype is {dtype!r}: it must be torch.bfloat16, torch.float32 (for calls under autocast), \"bf16\" or \"mxfp8\"")
+        for name, value in (("hidden", hidden), ("intermediate", intermediate), ("num_experts", num_experts), ("topk", topk), ("layer", layer)):
+            whole_number(name, value)
+        for name in schedule:
+            if name not in _OPTIONS:
+                raise TypeError(f"there is no option {name}: besides those by name, MoE takes {', '.join(_OPTIONS)}")
         device = torch.device(device) if device is not None else torch.get_default_device()
         self._group, self._timeout = group, timeout
         self._shape = Shape(hidden=hidden, intermediate=intermediate, num_experts=num_experts, topk=topk, max_tokens=max_tokens or 0,
@@ -147,6 +154,15 @@ class MoE(nn.Module):
         result.__dict__ = {name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()}
         result._sink = None
         return result
+
+    def __getstate__(self):
+        """For pickle, where the layer is of one process: whoever reads it finds the engine of its own."""
+        return {**self.__dict__, "_engine": None, "_sink": None}
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        device = next(self.parameters()).device
+        self._engine = self._find_engine(canonical_device(None) if device.type == "meta" else device)
 
     @property
     def engine(self) -> Engine:

@@ -148,6 +148,21 @@ def test_deepcopy_is_another_layer(device):
     assert (other(x) == 0).all() and not (layer(x) == 0).all()
 
 
+def test_a_layer_of_one_process_can_be_pickled(device, tmp_path):
+    layer, x = make(device), batch(device)
+    torch.save(layer, tmp_path / "layer.pt")
+    other = torch.load(tmp_path / "layer.pt", weights_only=False)
+    assert torch.equal(other(x), layer(x)) and torch.equal(copy.copy(layer)(x), layer(x))
+    assert other.gate.data_ptr() != layer.gate.data_ptr()
+
+
+def test_autocast_to_float16_is_refused(device):
+    layer, x = make(device), batch(device)
+    with torch.autocast(device.type, torch.float16), pytest.raises(TypeError, match="autocast is to torch.float16, but MoK computes in bfloat16"):
+        layer(x)
+    assert layer(x).isfinite().all()
+
+
 def test_wrong_inputs_are_named(device):
     layer, x = make(device, shared_intermediate=64), batch(device)
 

@@ -69,6 +69,20 @@ def test_memory_that_is_too_small_is_not_read():
     assert torch.equal(call(engine=engine, schedule=good), call())
 
 
+@pytest.mark.parametrize("changed, words", [
+    (dict(hidden=128.0), "hidden is 128.0: it must be a whole number"),
+    (dict(topk=True), "topk is True: it must be a whole number"),
+    (dict(layer="a"), "layer is 'a': it must be a whole number"),
+    (dict(timeout="5"), "timeout is '5': it must be a number of seconds"),
+    (dict(ring=5), "there is no option ring: besides those by name, MoE takes ring_rows, "),
+], ids=str)
+def test_a_layer_s_wrong_option_is_named(changed, words):
+    mok.MoE(**SIZES)  # the engine of these sizes is there already
+    with pytest.raises(TypeError) as refusal:
+        mok.MoE(**{**SIZES, **changed})
+    assert words in str(refusal.value)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.int8, "fp16", None], ids=str)
 def test_a_dtype_that_no_call_would_take_is_refused_at_once(dtype):
     with pytest.raises(ValueError) as refusal:
