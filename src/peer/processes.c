@@ -122,11 +122,13 @@ static mok_status make_own(mok_group *g, shared_heap *h, part *mine, int *fd)
     return make_host_memory(g, h->bytes, fd, &h->host[g->rank]);
 }
 
+static const char no_descriptor[] = "no descriptor came, as this process may hold no more of them (ulimit -n)";
+
 static mok_status map_host(shared_heap *h, const mok_group *g, int32_t r, int fd)
 {
     void *at = fd < 0 ? MAP_FAILED : mmap(NULL, h->bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     if (at == MAP_FAILED)
-        return mk_fail(MOK_E_MEMORY, "rank %d could not map the %zu bytes of rank %d: %s", g->rank, h->bytes, r, fd < 0 ? "no descriptor came" : strerror(errno));
+        return mk_fail(MOK_E_MEMORY, "rank %d could not map the %zu bytes of rank %d: %s", g->rank, h->bytes, r, fd < 0 ? no_descriptor : strerror(errno));
     h->host[r] = at;
     return MOK_OK;
 }
@@ -137,7 +139,8 @@ static mok_status map_device(shared_heap *h, const mok_group *g, int32_t r, cons
     char why[300];
     memcpy(share.fabric, its->fabric, sizeof share.fabric);
     MK_TRY(mk_cuda_enter(g->device));
-    mok_status status = mk_vmm_import(g->device, h->bytes, &share, &h->device[r]);
+    mok_status status = its->kind == MK_HANDLE_FD && fd < 0 ? mk_fail(MOK_E_MEMORY, "%s", no_descriptor)
+                                                            : mk_vmm_import(g->device, h->bytes, &share, &h->device[r]);
     mk_cuda_leave(g->device);
     if (status == MOK_OK)
         return MOK_OK;

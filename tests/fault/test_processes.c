@@ -2,6 +2,7 @@
  * have, give their memory back and go on without them; disagreement gives all ranks the same sentence. */
 #define _GNU_SOURCE /* unshare */
 #include <sched.h>
+#include <sys/resource.h>
 
 #include "../multi/processes.h"
 #include "../unit/bad_config.h"
@@ -361,6 +362,33 @@ TEST(C8_a_late_rank_is_logged_as_late_and_waited_for)
     CHECK_STR(board->report[0].sentence, "rank 1 has come to schedule (layer 9, call 1) after 1.");
     CHECK_EQ(board->report[1].sentence[0], 0);
     printf("  %s", board->report[0].sentence);
+    free_layer(&l);
+}
+
+static void few_descriptors_body(process_env *pe)
+{
+    layer *l = pe->user;
+    ranks_env *e = &pe->env;
+    struct rlimit most;
+    RANKS_OK(process_group(pe, 0, e->rank, e->ranks));
+    getrlimit(RLIMIT_NOFILE, &most);
+    int used = dup(0);
+    close(used);
+    most.rlim_cur = (rlim_t)used + 1; /* room for its own memory's, not for those of the others */
+    if (e->rank == 1)
+        setrlimit(RLIMIT_NOFILE, &most);
+    report(pe, process_workspace(pe, &l->cfg), MOK_E_MEMORY);
+    CHECK_EQ(layer_heap_mappings(), 0);
+    most.rlim_cur = most.rlim_max;
+    setrlimit(RLIMIT_NOFILE, &most);
+    RANKS_OK(process_workspace(pe, &l->cfg)); /* the group works on */
+    process_leave(pe);
+}
+
+TEST(E5_a_rank_without_room_for_descriptors_is_named_on_all)
+{
+    layer l = make_layer(P);
+    same_sentence(P, few_descriptors_body, &l, "no descriptor came, as this process may hold no more of them (ulimit -n)");
     free_layer(&l);
 }
 
