@@ -146,6 +146,10 @@ int main(int argc, char **argv)
     double difference = 0, size = 0;
     for (int i = 1; i < argc || i == 1; i++) {
         const char *name = i < argc ? argv[i] : "cpu";
+        if (strcmp(name, "cpu") && strcmp(name, "cuda")) {
+            fprintf(stderr, "usage: forward [cpu | cuda] ...: there is no backend %s\n", name);
+            return 2;
+        }
         uint16_t *out = run_all(!strcmp(name, "cuda"));
         if (!out)
             return 1;
