@@ -1,6 +1,7 @@
 /* Ranks as processes: the same bits as threads; ranks that are killed or stopped are named by all others within the time-out, who then close what they
  * have, give their memory back and go on without them; disagreement gives all ranks the same sentence. */
 #define _GNU_SOURCE /* unshare */
+#include <fcntl.h>
 #include <sched.h>
 #include <sys/resource.h>
 
@@ -372,7 +373,7 @@ static void few_descriptors_body(process_env *pe)
     struct rlimit most;
     RANKS_OK(process_group(pe, 0, e->rank, e->ranks));
     getrlimit(RLIMIT_NOFILE, &most);
-    int used = dup(0);
+    int used = open("/dev/null", O_RDONLY); /* the lowest that is free */
     close(used);
     most.rlim_cur = (rlim_t)used + 1; /* room for its own memory's, not for those of the others */
     if (e->rank == 1)
