@@ -1,6 +1,8 @@
 /* The scheduler: launches, clusters coming and going, whom to run next, and what to do when nobody can. */
 #include "emu/machine.h"
 
+#include <algorithm>
+#include <iterator>
 #include <malloc.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -127,6 +129,28 @@ Cta::~Cta()
     free(shared);
 }
 
+/* Fibers that have returned, of machines that are gone: a stack costs system calls and pages, and programs make a machine for every run. */
+static std::vector<std::unique_ptr<Fiber>> &spare_fibers()
+{
+    static auto &spare = *new std::vector<std::unique_ptr<Fiber>>();
+    return spare;
+}
+
+static Fiber *take_fiber()
+{
+    if (machine->free_fibers.empty()) {
+        std::vector<std::unique_ptr<Fiber>> &spare = spare_fibers();
+        if (spare.empty())
+            spare.push_back(std::make_unique<Fiber>());
+        machine->free_fibers.push_back(spare.back().get());
+        machine->fibers.push_back(std::move(spare.back()));
+        spare.pop_back();
+    }
+    Fiber *fiber = machine->free_fibers.back();
+    machine->free_fibers.pop_back();
+    return fiber;
+}
+
 static std::unique_ptr<Cta> make_cta(DeviceState &device, Cluster &cluster, const Launch &shape, uint32_t rank)
 {
     auto cta = std::make_unique<Cta>();
@@ -155,12 +179,7 @@ static std::unique_ptr<Cta> make_cta(DeviceState &device, Cluster &cluster, cons
         t.global_fence = device.launch_stamp;
         t.clock = device.clock;
         cta->warps[i / 32].members |= 1u << (i % 32);
-        if (machine->free_fibers.empty()) {
-            machine->fibers.push_back(std::make_unique<Fiber>());
-            machine->free_fibers.push_back(machine->fibers.back().get());
-        }
-        t.fiber = machine->free_fibers.back();
-        machine->free_fibers.pop_back();
+        t.fiber = take_fiber();
         t.fiber->start(thread_main, &t);
         machine->ready.push_back(&t);
     }
@@ -344,6 +363,8 @@ Machine::~Machine()
 {
     if (machine == state_.get())
         machine = nullptr;
+    if (state_->free_fibers.size() == state_->fibers.size())
+        std::move(state_->fibers.begin(), state_->fibers.end(), std::back_inserter(spare_fibers()));
     for (auto &entry : state_->memory)
         free(entry.second->block);
 }
