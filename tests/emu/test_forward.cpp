@@ -1,9 +1,12 @@
 /* The staged and the fused forward on 1, 2 and 4 emulated ranks, over seeds: bit for bit against a plain loop, with tails, uneven tokens, dropped and duplicate
  * routes, a ring that rotates, few resident clusters. MOK_TEST_SEEDS sets how many seeds each case runs (default 1). */
 #define TEST_WATCHDOG 900
+#include <map>
+
 #include "layer_case.h"
 
-static void run_launches(const LayerShape &shape, const char *what);
+typedef std::map<uint64_t, std::vector<uint16_t>> Outputs; /* by seed */
+static void run_launches(const LayerShape &shape, const char *what, Outputs &want);
 
 #ifdef __SANITIZE_ADDRESS__ /* several times slower: one of them is enough to see bad accesses */
 enum { MOST_RESIDENT = 1 };
@@ -11,28 +14,31 @@ enum { MOST_RESIDENT = 1 };
 enum { MOST_RESIDENT = 3 };
 #endif
 
-/* Staged, then fused, with few resident clusters: the rest of the grid starts only when one leaves. Hopper: with the most of them as beside clusters of four,
- * and then those. */
+/* Staged, then fused, with few resident clusters: the rest of the grid starts only when one leaves; with one or two of them, as the seed says. Hopper: with the
+ * most of them as beside clusters of four, and then those. */
 static void run_case(LayerShape shape, const char *what)
 {
-    run_launches(shape, what);
+    Outputs want;
+    run_launches(shape, what, want);
     shape.fused = true;
-    for (shape.resident = 1; shape.resident < MOST_RESIDENT; shape.resident++)
-        run_launches(shape, what);
+    shape.resident = 1 + (uint32_t)((test_seed() + strlen(what)) % 2);
+    if (shape.resident < MOST_RESIDENT)
+        run_launches(shape, what, want);
+    shape.resident = MOST_RESIDENT;
 #ifndef MK_SM100
     shape.draws_two = true;
 #endif
-    run_launches(shape, what);
+    run_launches(shape, what, want);
 #ifndef MK_SM100
     shape.quads = true;
     shape.resident = 2;
-    run_launches(shape, what);
+    run_launches(shape, what, want);
 #endif
 }
 
 static const char *way_of(const LayerShape &s) { return s.quads ? "fused in clusters of four" : s.draws_two ? "fused, two tasks at a time" : s.fused ? "fused" : "staged"; }
 
-static void run_launches(const LayerShape &shape, const char *what)
+static void run_launches(const LayerShape &shape, const char *what, Outputs &want)
 {
     const char *env = getenv("MOK_TEST_SEEDS");
     const int seeds = env ? atoi(env) : 1;
@@ -44,7 +50,10 @@ static void run_launches(const LayerShape &shape, const char *what)
             TEST_FAILED("%s, %s, %u resident, seed %llu: %s", what, way_of(shape), shape.resident, (unsigned long long)seed, result.message.c_str());
             return;
         }
-        const int64_t wrong = layer.count_differences();
+        std::vector<uint16_t> &outputs = want[seed];
+        if (outputs.empty())
+            outputs = layer.expected();
+        const int64_t wrong = layer.count_differences(outputs);
         if (wrong)
             TEST_FAILED("%s, %s, %u resident, seed %llu: %lld elements differ", what, way_of(shape), shape.resident, (unsigned long long)seed, (long long)wrong);
         for (const LayerRank &r : layer.ranks) {
