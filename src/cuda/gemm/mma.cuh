@@ -124,7 +124,7 @@ template <class Tile, class Epilogue> MK_DEVICE void gemm_math(GemmShared<Tile> 
             continue;
         }
         if (Tile::ping_pong)
-            barrier_named_sync(BARRIER_MATH_TURN + warpgroup, both);
+            barrier_named_sync(BARRIER_MATH_TURN + warpgroup, both);          /* else a stage's parity may be that of two fillings before */
         note_task(epilogue, turn, TRACE_PRODUCT_BEGINS);
         const uint32_t last = multiply_task<MajorK, MajorK>(s, acc, at, task.num_k_blocks, first_row, false, WholeBlocks());
         if (Tile::ping_pong)
