@@ -284,7 +284,7 @@ static void check_case(const Shape &shape, bool on_host)
     k.plain<mk::Tile>(got);                                     \
     CHECK(cudaDeviceSynchronize());                             \
     verdict(#Tile " against TileWide", shape.name, k.different(got, k.c, shape.cols, false));
-    SAME(TileWide) SAME(TileNarrow) SAME(TileQuad) SAME(TileWideAlone) SAME(TileNarrowAlone)
+    SAME(TileWide) SAME(TileNarrow) SAME(TileWideAlone) SAME(TileNarrowAlone)
     k.push<mk::TileWide>();
     CHECK(cudaDeviceSynchronize());
     verdict("pushed, TileWide", shape.name, k.different(k.h, k.c, shape.cols, true));
@@ -414,14 +414,13 @@ int main(int argc, char **argv)
 
     const Variant plain_wide = {"plain TileWide", [](const Case &k) { k.plain<mk::TileWide>(k.h); }};
     const Variant plain_narrow = {"plain TileNarrow", [](const Case &k) { k.plain<mk::TileNarrow>(k.h); }};
-    const Variant plain_quad = {"plain TileQuad", [](const Case &k) { k.plain<mk::TileQuad>(k.h); }}; /* on the SMs that clusters of four fit on */
     const Variant swiglu_wide = {"SwiGLU TileWide", [](const Case &k) { k.swiglu<mk::TileWide>(k.h); }};
     const Variant swiglu_narrow = {"SwiGLU TileNarrow", [](const Case &k) { k.swiglu<mk::TileNarrow>(k.h); }};
     const Variant push_wide = {"push TileWide", [](const Case &k) { k.push<mk::TileWide>(); }};
     const Variant push_narrow = {"push TileNarrow", [](const Case &k) { k.push<mk::TileNarrow>(); }};
     const int rounds = quick ? 3 : 10;
-    bench({"Kimi gate/up", 6, 4096, 7168, uneven(6, 16384)}, {plain_wide, plain_narrow, plain_quad, swiglu_wide, swiglu_narrow}, rounds);
-    bench({"Kimi down", 6, 7168, 2048, uneven(6, 16384)}, {plain_wide, plain_narrow, plain_quad, push_wide, push_narrow}, rounds);
+    bench({"Kimi gate/up", 6, 4096, 7168, uneven(6, 16384)}, {plain_wide, plain_narrow, swiglu_wide, swiglu_narrow}, rounds);
+    bench({"Kimi down", 6, 7168, 2048, uneven(6, 16384)}, {plain_wide, plain_narrow, push_wide, push_narrow}, rounds);
     if (!quick) {
         bench({"Qwen3.5 gate/up", 8, 2048, 4096, uneven(8, 20480)}, {plain_wide, plain_narrow, swiglu_wide, swiglu_narrow}, rounds);
         bench({"Qwen3.5 down", 8, 4096, 1024, uneven(8, 20480)}, {plain_wide, plain_narrow, push_wide, push_narrow}, rounds);

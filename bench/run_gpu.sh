@@ -165,13 +165,6 @@ part_1_forward() {
     build mok
     bench forward-h200 500 --passes forward --shapes "${MOK_SHAPES:-$goals,kimi-k2.7-code-share-8k}"
 }
-# Clusters of four beside clusters of two: bits, and passes with and without them, one after the other.
-part_1_quads() {
-    build mok test_gpu_layer
-    gpu_step bits 150 "$build/test_gpu_layer" D1_bits_over_ranks_ring_minibatch_tiles_and_kernels
-    bench quads-off-h200 150 --passes forward,train --save all --modes burst --shapes "$shapes"
-    MOK_FORWARD=quads MOK_BACKWARD=quads bench quads-h200 150 --passes forward,train --save all --modes burst --shapes "$shapes"
-}
 part_1_backward() {
     build mok
     bench backward-h200 500 --passes backward,train --save all --shapes "$shapes"

@@ -27,18 +27,17 @@ PACKAGES = ["nvidia-cuda-cuobjdump", "nvidia-cuda-nvdisasm"]
 COUNTED = [("wgmma", r"HGMMA"), ("tcgen05", r"UTC[HQ]MMA"), ("scales", r"UTCCP"), ("commit", r"UTCBAR"), ("tmem ld", r"LDTM"), ("tensor ld", r"UTMALDG"),
            ("bulk", r"UBLKCP"), ("clc", r"UGETNEXTWORKID"), ("local", r"(LDL|STL)\b")]
 
-# What kernels are about: chip, kernel, instructions that must be there. Clusters of four are Hopper's: elsewhere that kernel is empty.
+# What kernels are about: chip, kernel, instructions that must be there.
 GEMM = r"gate_up|down|wgrad|_fused"
 SCALED_ONLY = r"scaled_|_(wide|narrow)_mx"
 SCALED = rf"{SCALED_ONLY}|_fused_mx"
 REQUIRED = [
     ("sm_90", GEMM, [r"HGMMA\.64x(128|256)x16\.F32\.BF16", r"UTMALDG"]),
-    ("sm_10", rf"^(?!.*({SCALED_ONLY}|_quad)).*({GEMM})", [r"UTCHMMA\.2CTA"]),
+    ("sm_10", rf"^(?!.*({SCALED_ONLY})).*({GEMM})", [r"UTCHMMA\.2CTA"]),
     ("sm_10", SCALED, [r"UTCQMMA\.2CTA", r"UTCCP\.T\.S\.2CTA"]),
-    ("sm_10", rf"^(?!.*_quad).*({GEMM})", [r"UTCBAR\.2CTA\.MULTICAST", r"LDTM\.16dp256bit", r"UTMALDG\.[23]D\.2CTA", r"UTCATOMSWS\.2CTA"]),
-    ("sm_9", r"s1_dispatch|_fused", [r"UBLKCP"]),
-    ("sm_10", r"s1_dispatch|_fused(?!_quad)", [r"UBLKCP"]),
-    ("sm_10", r"_fused(?!_quad)", [r"UGETNEXTWORKID"]),
+    ("sm_10", GEMM, [r"UTCBAR\.2CTA\.MULTICAST", r"LDTM\.16dp256bit", r"UTMALDG\.[23]D\.2CTA", r"UTCATOMSWS\.2CTA"]),
+    ("sm_", r"s1_dispatch|_fused", [r"UBLKCP"]),
+    ("sm_10", r"_fused", [r"UGETNEXTWORKID"]),
 ]
 
 

@@ -20,7 +20,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-enum { FAKE_DEVICES = 16, FAKE_LOG = 8192, FAKE_SMS = 132, FAKE_CLUSTERS = 66, FAKE_QUADS = 30, FAKE_MAPS = 64, FAKE_STACK = 8 };
+enum { FAKE_DEVICES = 16, FAKE_LOG = 8192, FAKE_SMS = 132, FAKE_CLUSTERS = 66, FAKE_MAPS = 64, FAKE_STACK = 8 };
 
 typedef struct fake_launch {
     const char *name;
@@ -442,9 +442,9 @@ static mk_cu_result fake_cuFuncGetAttribute(int *value, int attribute, mk_cu_fun
 }
 static mk_cu_result fake_cuOccupancyMaxActiveClusters(int *clusters, mk_cu_function f, const mk_cu_launch *launch)
 {
-    (void)f;
+    (void)f; (void)launch;
     FAKE_BEGIN(cuOccupancyMaxActiveClusters);
-    *clusters = launch->attributes[0].value.cluster[0] == 4 ? FAKE_QUADS : FAKE_CLUSTERS;
+    *clusters = FAKE_CLUSTERS;
     return fake_leave(0);
 }
 
@@ -505,21 +505,6 @@ static mk_cu_result fake_cuStreamIsCapturing(mk_cu_stream stream, int *status)
     (void)stream;
     FAKE_BEGIN(cuStreamIsCapturing);
     *status = fake.capturing;
-    return fake_leave(0);
-}
-static mk_cu_result fake_cuStreamCreate(mk_cu_stream *stream, unsigned flags)
-{
-    (void)flags;
-    FAKE_BEGIN(cuStreamCreate);
-    *stream = (mk_cu_stream)malloc(1);
-    fake.live_events++;
-    return fake_leave(0);
-}
-static mk_cu_result fake_cuStreamDestroy(mk_cu_stream stream)
-{
-    pthread_mutex_lock(&fake.lock);
-    free((void *)stream);
-    fake.live_events--;
     return fake_leave(0);
 }
 static mk_cu_result fake_cuStreamWaitEvent(mk_cu_stream stream, mk_cu_event event, unsigned flags)

@@ -401,26 +401,6 @@ TEST(a_shared_expert_comes_first_and_a_long_contraction_takes_the_wide_tile)
     check_nothing_left();
 }
 
-/* Clusters of four where they fit, and of two on the SMs that are left, on a stream beside the caller's. */
-TEST(a_forward_in_clusters_of_four)
-{
-    const mok_config cfg = small_config();
-    int32_t device = 0;
-    fake_reset(1);
-    setenv("MOK_FORWARD", "quads", 1);
-    EXPECT(run_ranks(1, &device, &cfg, 300, schedule_and_forward), MOK_OK);
-    setenv("MOK_FORWARD", "staged", 1);
-    SAME_TEXT(launches_of(0, 6), "call_begin forward_fused_quad forward_fused s5_combine");
-    const fake_launch *l = fake.log + fake.launches - 4;
-    CHECK_EQ(l[1].grid, 4 * FAKE_QUADS);
-    CHECK_EQ(l[1].cluster, 4);
-    CHECK_EQ(l[2].grid, 2 * (FAKE_CLUSTERS - 2 * FAKE_QUADS));
-    CHECK_EQ(l[2].cluster, 2);
-    CHECK(l[1].stream == l[0].stream && l[1].stream == l[3].stream && l[2].stream != l[1].stream);
-    CHECK_EQ(fake.event_waits, 2);
-    check_nothing_left();
-}
-
 /* Blocks of the fused forward's launch. */
 static unsigned forward_grid(const mok_config *cfg, int64_t tokens)
 {

@@ -36,7 +36,6 @@ struct Gpu {
     std::function<void(const std::string &kernel, const void *params)> before_launch; /* a test's, to change memory between launches */
     long clock = 0;            /* ms, for events: every launch takes one */
     long live = 0;             /* blocks and events */
-    int clusters = 2;          /* of two CTAs, that fit */
 };
 inline Gpu gpu;
 inline thread_local int depth;
@@ -57,7 +56,7 @@ inline const std::vector<Kernel> &kernels()
         MK_EMULATED(mok_weight_maps), MK_EMULATED(mok_call_begin), MK_EMULATED(mok_rank_barrier), MK_EMULATED(mok_call_check), MK_EMULATED(mok_s0_count),
         MK_EMULATED(mok_s0_scan), MK_EMULATED(mok_s0_segments), MK_EMULATED(mok_s0_place), MK_EMULATED(mok_s0_copies), MK_EMULATED(mok_s1_dispatch),
         MK_EMULATED(mok_s2_gate_up_wide), MK_EMULATED(mok_s2_gate_up_narrow), MK_EMULATED(mok_s4_down_wide), MK_EMULATED(mok_s4_down_narrow),
-        MK_EMULATED(mok_forward_fused), MK_EMULATED(mok_forward_fused_quad), MK_EMULATED(mok_s5_combine), MK_EMULATED(mok_shared_scale), MK_EMULATED(mok_backward_fused), MK_EMULATED(mok_backward_fused_quad),
+        MK_EMULATED(mok_forward_fused), MK_EMULATED(mok_s5_combine), MK_EMULATED(mok_shared_scale), MK_EMULATED(mok_backward_fused),
         MK_EMULATED(mok_s5_combine_bwd), MK_EMULATED(mok_mx_quantise_rows), MK_EMULATED(mok_mx_widen_rows), MK_EMULATED(mok_mx_quantise_matrix),
         MK_EMULATED(mok_mx_widen_matrix), MK_EMULATED(mok_mx_widen_weights), MK_EMULATED(mok_s1_dispatch_mx), MK_EMULATED(mok_s2_gate_up_wide_mx),
         MK_EMULATED(mok_s2_gate_up_narrow_mx), MK_EMULATED(mok_forward_fused_mx), MK_EMULATED(mok_backward_fused_mx),
@@ -184,11 +183,9 @@ inline mk_cuda_driver table()
     };
     t.cuFuncSetAttribute = [](mk_cu_function, int, int) { return 0; };
     t.cuFuncGetAttribute = [](int *v, int, mk_cu_function) { *v = 168; return 0; };
-    t.cuOccupancyMaxActiveClusters = [](int *clusters, mk_cu_function, const mk_cu_launch *l) { *clusters = l->attributes[0].value.cluster[0] == 4 ? gpu.clusters / 2 : gpu.clusters; return 0; };
+    t.cuOccupancyMaxActiveClusters = [](int *clusters, mk_cu_function, const mk_cu_launch *) { *clusters = 2; return 0; };
     t.cuLaunchKernelEx = launch;
     t.cuStreamIsCapturing = [](mk_cu_stream, int *status) { *status = 0; return 0; };
-    t.cuStreamCreate = [](mk_cu_stream *stream, unsigned) { *stream = reinterpret_cast<mk_cu_stream>(&gpu); return 0; };
-    t.cuStreamDestroy = [](mk_cu_stream) { return 0; };
     t.cuStreamWaitEvent = [](mk_cu_stream, mk_cu_event, unsigned) { return 0; };
     t.cuEventCreate = [](mk_cu_event *e, unsigned) {
         std::lock_guard<std::recursive_mutex> hold(gpu.lock);

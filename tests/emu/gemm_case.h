@@ -114,7 +114,7 @@ template <class Tile, class Program = mk::GroupedProgram<Tile>> struct GemmCase 
     template <class Epilogue> emu::Result launch(const Epilogue &epilogue)
     {
         emu::Launch launch;
-        launch.blocks = shape.blocks / 2 * (Tile::cluster == 4 ? 4 : 2);
+        launch.blocks = shape.blocks;
         launch.cluster = Tile::cluster;
         launch.threads = mk::kGemmThreads;
         launch.shared_bytes = sizeof(mk::GemmShared<Tile>);

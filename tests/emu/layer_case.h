@@ -24,7 +24,6 @@ struct LayerShape {
     uint32_t resident = 2;                /* clusters at once on each device */
     uint32_t clusters = 3;                /* of the fused launch; more than resident: the rest start when one leaves */
     uint32_t refusals = 0;                /* launch control refuses one request in so many */
-    bool quads = false, draws_two = false; /* Hopper, fused: clusters of four first, and those of two find nothing more to do; or those of two as beside them */
     uint32_t yield_ns = 0, spare = 0;     /* Hopper: of the fused launch's clusters, so many are spares, and one leaves in yield_ns */
     uint32_t late = 0;                    /* emu::Device::start_late */
     int64_t matrix() const { return rows_only ? 0 : hidden * intermediate; }
@@ -309,7 +308,6 @@ struct LayerCase {
         p.context = r.context->device();
         p.num_tokens = r.num_tokens;
         p.yield = {shape.yield_ns, shape.clusters - shape.spare};
-        p.draws_two = shape.quads || shape.draws_two;
         p.ring_x = up.a;
         p.gate = up.b_low;
         p.up = up.b_high;
@@ -349,8 +347,6 @@ struct LayerCase {
         begin(r, open_params(r, MK_OP_FORWARD), false);
         if (before_stages)
             before_stages(r);
-        if (shape.quads)
-            LAUNCH(r, mok_forward_fused_quad, forward_params(r), 4 * shape.clusters, mk::kGemmThreads, 4, MK_FORWARD_SHARED);
         if (shape.fused)
             LAUNCH(r, mok_forward_fused, forward_params(r), 2 * shape.clusters, mk::kGemmThreads, 2, MK_FORWARD_SHARED);
         else

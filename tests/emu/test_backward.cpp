@@ -64,53 +64,6 @@ static void compare(const layer_problem &p, const std::vector<Run> &runs, mok_dt
     }
 }
 
-#ifndef MK_SM100
-static void start_times(mok_workspace *w, void *) { CHECK_EQ(mok_stage_times_start(w), MOK_OK); }
-
-/* Of a forward or a backward in two launches at once, one time. */
-static void check_times(mok_workspace *w, void *)
-{
-    mok_stage_time times[48];
-    int32_t count = 48, fused = 0;
-    CHECK_EQ(mok_stage_times_read(w, times, &count), MOK_OK);
-    for (int32_t i = 0; i < count; i++) {
-        const bool pass = strcmp(times[i].operation, "schedule") != 0, is_fused = strcmp(times[i].stage, "fused") == 0;
-        CHECK(!pass || strcmp(times[i].stage, "s0_schedule") != 0);
-        CHECK(!is_fused || times[i].launches == 1);
-        fused += is_fused;
-    }
-    CHECK_EQ(fused, 2);
-}
-
-/* Rows of two experts: tiles of one follow each other, and there are odd ones; the ring cuts weight gradients. Of two CTAs so many clusters fit: with a third,
- * one is left beside a cluster of four. */
-TEST(clusters_of_four_have_the_same_bits)
-{
-    layer_problem p = make_problem(190, 64, 2);
-    Run cpu = make_run("cpu", 1, 1024, 256);
-    cpu.backend = MOK_BACKEND_CPU;
-    const Run plain = make_run("clusters of two", 1, 1024, 256);
-    const StepResult want = run_layer(p, plain);
-    check_close(plain, want, run_layer(p, cpu));
-    CHECK_EQ(emulated::gpu.launches["mok_forward_fused_quad"] + emulated::gpu.launches["mok_backward_fused_quad"], 0);
-    for (int clusters = 2; clusters <= 3; clusters++) {
-        Run run = clusters == 2 ? make_run("clusters of four", 1, 256, 128, MOK_SAVE_NONE) : make_run("clusters of four and of two, two ranks", 2, 512, 128);
-        run.forward = run.backward = "quads";
-        run.resident = (uint32_t)clusters - 1;
-        run.before_pass = start_times;
-        run.after_pass = check_times;
-        emulated::gpu.clusters = clusters;
-        check_bits(run, run_layer(p, run), want);
-        for (const char *kernel : {"mok_forward_fused", "mok_backward_fused"}) {
-            CHECK_EQ(emulated::gpu.launches[std::string(kernel) + "_quad"], run.ranks);
-            CHECK_EQ(emulated::gpu.launches[kernel], (clusters - 2) * run.ranks);
-        }
-    }
-    emulated::gpu.clusters = 2;
-    layer_free(&p);
-}
-#endif
-
 TEST(gradients_do_not_depend_on_ranks_ring_or_fusion)
 {
     layer_problem p = make_problem(150, 64);

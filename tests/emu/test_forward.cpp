@@ -14,8 +14,7 @@ enum { MOST_RESIDENT = 1 };
 enum { MOST_RESIDENT = 3 };
 #endif
 
-/* Staged, then fused, with few resident clusters: the rest of the grid starts only when one leaves; with one or two of them, as the seed says. Hopper: with the
- * most of them as beside clusters of four, and then those. */
+/* Staged, then fused, with few resident clusters: the rest of the grid starts only when one leaves; with one or two of them, as the seed says. */
 static void run_case(LayerShape shape, const char *what)
 {
     Outputs want;
@@ -25,18 +24,8 @@ static void run_case(LayerShape shape, const char *what)
     if (shape.resident < MOST_RESIDENT)
         run_launches(shape, what, want);
     shape.resident = MOST_RESIDENT;
-#ifndef MK_SM100
-    shape.draws_two = true;
-#endif
     run_launches(shape, what, want);
-#ifndef MK_SM100
-    shape.quads = true;
-    shape.resident = 2;
-    run_launches(shape, what, want);
-#endif
 }
-
-static const char *way_of(const LayerShape &s) { return s.quads ? "fused in clusters of four" : s.draws_two ? "fused, two tasks at a time" : s.fused ? "fused" : "staged"; }
 
 static void run_launches(const LayerShape &shape, const char *what, Outputs &want)
 {
@@ -47,7 +36,7 @@ static void run_launches(const LayerShape &shape, const char *what, Outputs &wan
         LayerCase layer(shape, seed);
         const emu::Result result = layer.run();
         if (!result.ok) {
-            TEST_FAILED("%s, %s, %u resident, seed %llu: %s", what, way_of(shape), shape.resident, (unsigned long long)seed, result.message.c_str());
+            TEST_FAILED("%s, %s, %u resident, seed %llu: %s", what, shape.fused ? "fused" : "staged", shape.resident, (unsigned long long)seed, result.message.c_str());
             return;
         }
         std::vector<uint16_t> &outputs = want[seed];
@@ -55,7 +44,7 @@ static void run_launches(const LayerShape &shape, const char *what, Outputs &wan
             outputs = layer.expected();
         const int64_t wrong = layer.count_differences(outputs);
         if (wrong)
-            TEST_FAILED("%s, %s, %u resident, seed %llu: %lld elements differ", what, way_of(shape), shape.resident, (unsigned long long)seed, (long long)wrong);
+            TEST_FAILED("%s, %s, %u resident, seed %llu: %lld elements differ", what, shape.fused ? "fused" : "staged", shape.resident, (unsigned long long)seed, (long long)wrong);
         for (const LayerRank &r : layer.ranks) {
             const mk_schedule_head &h = layer.head(r);
             const mk_device_state &s = layer.state(r);

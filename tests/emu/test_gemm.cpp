@@ -5,7 +5,6 @@
 #define SWEEP(Tile, mode) TEST(Tile##_##mode) { sweep<GemmCase<mk::Tile>>(#Tile, mode, 8); }
 SWEEP(TileWide, GEMM_PLAIN) SWEEP(TileWide, GEMM_PUSH) SWEEP(TileWide, GEMM_SWIGLU) SWEEP(TileWide, GEMM_SWIGLU_KEEP)
 SWEEP(TileNarrow, GEMM_PLAIN) SWEEP(TileNarrow, GEMM_PUSH) SWEEP(TileNarrow, GEMM_SWIGLU) SWEEP(TileNarrow, GEMM_SWIGLU_KEEP)
-SWEEP(TileQuad, GEMM_PLAIN) SWEEP(TileQuad, GEMM_PUSH) SWEEP(TileQuad, GEMM_SWIGLU) SWEEP(TileQuad, GEMM_SWIGLU_KEEP)
 SWEEP(TilePair, GEMM_PLAIN) SWEEP(TilePair, GEMM_PUSH) SWEEP(TilePair, GEMM_SWIGLU) SWEEP(TilePair, GEMM_SWIGLU_KEEP)
 SWEEP(TileWideAlone, GEMM_PLAIN) SWEEP(TileWideAlone, GEMM_SWIGLU)
 SWEEP(TileNarrowAlone, GEMM_PLAIN) SWEEP(TileNarrowAlone, GEMM_SWIGLU)

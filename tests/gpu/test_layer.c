@@ -182,8 +182,8 @@ static void check_bits(mok_dtype dtype)
     static const int32_t ranks[] = {1, 2, 3, 4, 8};
     static const int64_t rings[][2] = {{0, 0}, {256, 128}, {768, 256}};
     static const mok_save saves[] = {MOK_SAVE_ALL, MOK_SAVE_NONE, MOK_SAVE_RING};
-    static const char *const ways[][2] = {{"fused", "narrow"}, {"staged", "narrow"}, {"staged", "wide"}, {"quads", "narrow"}};
-    for (size_t w = 0; w < (dtype == MOK_MXFP8 ? 3 : 4); w++)
+    static const char *const ways[][2] = {{"fused", "narrow"}, {"staged", "narrow"}, {"staged", "wide"}};
+    for (size_t w = 0; w < 3; w++)
         for (size_t k = 0; k < 5; k++)
             for (size_t g = 0; g < 3; g++) {
                 setenv("MOK_FORWARD", ways[w][0], 1);

@@ -22,7 +22,7 @@ MK_DEVICE uint32_t num_blocks() { return gridDim.x; }
 MK_DEVICE uint32_t lane_idx() { return threadIdx.x & 31; }
 /* The multiprocessor that this runs on. */
 MK_DEVICE uint32_t sm_idx() { uint32_t r; asm volatile("mov.u32 %0, %%smid;" : "=r"(r)); return r; }
-/* The same number in all lanes, in a form the compiler knows to be uniform. By all lanes: it is a shuffle. */
+/* The same number in all lanes, in a form the compiler knows to be uniform. */
 MK_DEVICE uint32_t warp_idx() { return __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0); }
 MK_DEVICE uint32_t cluster_rank() { uint32_t r; asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r)); return r; }
 MK_DEVICE uint32_t cluster_idx() { uint32_t r; asm volatile("mov.u32 %0, %%clusterid.x;" : "=r"(r)); return r; }

@@ -7,7 +7,6 @@
 #include "cuda/gemm/load.cuh"
 #include "cuda/gemm/mma.cuh"
 #include "cuda/gemm/pair.cuh"
-#include "cuda/gemm/quad.cuh"
 
 namespace mk {
 
@@ -44,11 +43,6 @@ MK_DEVICE void gemm_load_or_schedule(GemmShared<Tile> &s, uint32_t warp, Program
             pair_schedule(s, program);
         else
             pair_mma(s, of);
-    } else if constexpr (Tile::row_tiles == 2) {
-        if (warp == 0)
-            gemm_load(s, program, [&](uint32_t stage, const GemmTask &task, const GemmInput &in, int32_t k) { load_quad_stage(s, stage, task, in, k); });
-        else if (cluster_rank() == kScheduleRank<Tile>)
-            quad_schedule(s, program);
     } else {
         if (warp == 0)
             gemm_load(s, program, [&](uint32_t stage, const GemmTask &task, const GemmInput &in, int32_t k) { load_stage(s, stage, task, in, k); });

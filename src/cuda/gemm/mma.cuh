@@ -4,7 +4,6 @@
 #define MK_GEMM_MMA_CUH
 
 #include "cuda/gemm/load.cuh"
-#include "cuda/gemm/pairing.cuh"
 #include "cuda/sync/named.cuh"
 
 namespace mk {
@@ -66,8 +65,8 @@ private:
  * the next writer is a TMA load, so no memory order is needed: the cheap arrive. */
 template <class Tile> MK_DEVICE void release_stage(GemmShared<Tile> &s, uint32_t stage)
 {
-    const uint32_t rank = Tile::row_tiles == 1 ? lane_idx() : cluster_rank() ^ lane_idx(); /* of four: all but the one across */
-    if (lane_idx() < kLoadsFor<Tile>)
+    const uint32_t rank = lane_idx();
+    if (rank < Tile::cluster)
         mbar_arrive_remote_release_cta(cluster_addr(smem_addr(&s.empty[stage]), rank));
 }
 
@@ -132,8 +131,7 @@ template <class Tile, class Epilogue> MK_DEVICE void gemm_math(GemmShared<Tile> 
         acc.wait_all();
         release_stage(s, last);
         note_task(epilogue, turn, TRACE_EPILOGUE_BEGINS);
-        if (Tile::row_tiles == 1 || !only_helps(task))
-            epilogue(task, acc, out);
+        epilogue(task, acc, out);
         note_task(epilogue, turn, TRACE_EPILOGUE_ENDS);
     }
 }

@@ -22,13 +22,14 @@
 
 #include "cuda/gemm/epilogue.cuh"
 #include "cuda/gemm/mma.cuh"
-#include "cuda/gemm/pairing.cuh"
 
 namespace mk {
 
+constexpr int32_t kNoRows = 1 << 30; /* rows from here on are past every map: zeros */
+
 /* rows and cols of one CTA's share; 2 x 256 accumulator columns are all of the tensor memory. */
 struct TilePair {
-    static constexpr uint32_t rows = 128, cols = 256, stages = 6, cluster = 2, row_tiles = 2;
+    static constexpr uint32_t rows = 128, cols = 256, stages = 6, cluster = 2;
     static constexpr bool ping_pong = true, tensor_memory = true, scaled = false;
 };
 struct TilePairScaled : TilePair {
@@ -83,6 +84,23 @@ template <class Tile> struct PlainTasks {
     template <class Acc> MK_MEMBER void begin(const GemmTask &, const Acc &, const WarpOut &) const {} /* puts in what the sums continue */
     MK_MEMBER void meanwhile(const GemmTask &, const WarpOut &) const {}         /* before the wait for the MMAs */
 };
+
+/* Which tasks a pair may do at once, and what a CTA does that only helps. */
+template <class Program> struct Pairing {
+    /* The first task of the pair that was drawn. */
+    static MK_MEMBER uint32_t first(const Program &, uint32_t drawn) { return 2 * drawn; }
+    static MK_MEMBER bool fit(const GemmTask &a, const GemmTask &b)
+    {
+        return a.kind == b.kind && a.expert == b.expert && a.col == b.col && a.num_k_blocks == b.num_k_blocks;
+    }
+    static MK_MEMBER GemmTask helper(GemmTask task)
+    {
+        task.row = task.out_row = kNoRows;
+        task.num_rows = 0;
+        return task;
+    }
+};
+MK_DEVICE bool only_helps(const GemmTask &task) { return task.out_row == kNoRows; }
 
 static_assert(sizeof(GemmShared<TilePair>) <= 232448 && sizeof(GemmShared<TilePairScaled>) <= 232448, "shared memory of a CTA");
 

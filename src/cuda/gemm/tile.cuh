@@ -2,7 +2,7 @@
  *
  *   C[rows of expert e, :] = A[rows of e, K] * B[e, N, K]^T        bf16 in, fp32 accumulators, epilogue of the caller's choice
  *
- * 384 threads, persistent, in clusters of one, two or four CTAs:
+ * 384 threads, persistent, in clusters of one or two CTAs:
  *
  *   warp 0      load      one thread keeps the ring of stages filled by TMA                   load.cuh
  *   warp 1      schedule  one thread of the cluster draws tasks and hands them to all roles   load.cuh
@@ -27,20 +27,18 @@ namespace mk {
 
 /* Both math warpgroups on one tile, 64 x 256 each. Best for large K. */
 struct TileWide {
-    static constexpr uint32_t rows = 128, cols = 256, stages = 4, cluster = 2, row_tiles = 1;
+    static constexpr uint32_t rows = 128, cols = 256, stages = 4, cluster = 2;
     static constexpr bool ping_pong = false, tensor_memory = false;
 };
 /* The warpgroups take turns, each on a tile of its own: one's epilogue hides under the other's MMAs. Best for K up to about
  * 2048 and for heavy epilogues. */
 struct TileNarrow {
-    static constexpr uint32_t rows = 128, cols = 128, stages = 6, cluster = 2, row_tiles = 1;
+    static constexpr uint32_t rows = 128, cols = 128, stages = 6, cluster = 2;
     static constexpr bool ping_pong = true, tensor_memory = false;
 };
 /* The same without a cluster. */
 struct TileWideAlone : TileWide { static constexpr uint32_t cluster = 1; };
 struct TileNarrowAlone : TileNarrow { static constexpr uint32_t cluster = 1; };
-/* The same in clusters of four, which share B too: two tasks at a time (quad.cuh). */
-struct TileQuad : TileNarrow { static constexpr uint32_t cluster = 4, row_tiles = 2; };
 
 constexpr uint32_t kGemmThreads = 384;
 constexpr uint32_t kMathWarpgroups = 2, kMathWarps = 8, kFirstMathWarp = 4;
@@ -53,19 +51,20 @@ constexpr uint32_t kStagingBytes = 4096;      /* for each math warp, to turn acc
 /* Registers a thread: 56 + 2 * 224 = 3 * 168, all that 384 threads have. */
 constexpr int kRegistersMath = 224, kRegistersOther = 56;
 
-/* A cluster does row_tiles tasks at a time, whose CTAs share B. A task is so many column tiles, one for each of the CTAs that share A. */
-template <class Tile> constexpr uint32_t kColumnTiles = Tile::cluster / Tile::row_tiles;
+/* Column tiles of a task: one for each CTA of the cluster, which share A. With tensor memory (pair.cuh) the CTAs share B and have a task
+ * each. */
+template <class Tile> constexpr uint32_t kColumnTiles = Tile::tensor_memory ? 1 : Tile::cluster;
 
-/* Boxes of the operands' tensor maps, in rows of 64 elements: each CTA of a task loads its share of A for all, and B in
+/* Boxes of the operands' tensor maps, in rows of 64 elements: each CTA of a cluster loads its share of A for all, and B in
  * two halves, which need not be neighbours (gate and up rows of one weight). */
-template <class Tile> constexpr uint32_t kBoxRowsA = Tile::rows / kColumnTiles<Tile>;
+template <class Tile> constexpr uint32_t kBoxRowsA = Tile::tensor_memory ? Tile::rows : Tile::rows / Tile::cluster;
 template <class Tile> constexpr uint32_t kBoxRowsB = Tile::cols / 2;
 
 /* ---- a task: one tile of one GEMM ---- */
 
 constexpr uint32_t kNoMoreTasks = 0x7fffffff; /* a number past every walk's end */
 
-/* The CTAs of a task get neighbouring columns of the same rows (they share A); all of a cluster get the same number of K blocks. */
+/* The CTAs of a cluster get neighbouring columns of the same rows (they share A) and the same number of K blocks. */
 struct alignas(16) GemmTask {
     int32_t row;           /* first row of A */
     int32_t col;           /* first column; may lie past N (the odd tile of a pair), then nothing is stored */
@@ -104,7 +103,7 @@ template <class Tile> struct GemmShared {
     alignas(1024) uint8_t staging[kMathWarps][kStagingBytes];
     GemmTask task[kTaskSlots];
     uint64_t full[Tile::stages];       /* one arrival and the bytes of a stage */
-    uint64_t empty[Tile::stages];      /* the math warps that used it, in every CTA that this one loads for */
+    uint64_t empty[Tile::stages];      /* the math warps that used it, in every CTA of the cluster */
     uint64_t task_full[kTaskSlots];    /* one arrival and the bytes of a task */
     uint64_t task_empty[kTaskSlots];   /* of the leading CTA: every reader in the cluster */
 };
@@ -113,8 +112,6 @@ static_assert(sizeof(GemmShared<TileWide>) <= 232448 && sizeof(GemmShared<TileNa
 template <class Tile> constexpr uint32_t kStageBytes = (Tile::rows + Tile::cols) * kRowBytes;
 /* Math warps that work on one tile. */
 template <class Tile> constexpr uint32_t kWarpsPerTile = Tile::ping_pong ? kMathWarps / 2 : kMathWarps;
-/* CTAs that a CTA loads operands for: those of its rows, and those of its columns. */
-template <class Tile> constexpr uint32_t kLoadsFor = kColumnTiles<Tile> + Tile::row_tiles - 1;
 /* Readers of a task in a CTA: load and every math warp. */
 constexpr uint32_t kTaskReaders = 1 + kMathWarps;
 /* The CTA of the cluster whose schedule role hands out the tasks. With tensor memory the leading one has the mma role in its place. */
@@ -126,7 +123,7 @@ template <class Tile> MK_DEVICE void gemm_init(GemmShared<Tile> &s, uint32_t mor
 {
     for (uint32_t i = 0; i < Tile::stages; i++) {
         mbar_init(smem_addr(&s.full[i]), 1);
-        mbar_init(smem_addr(&s.empty[i]), kWarpsPerTile<Tile> * kLoadsFor<Tile>);
+        mbar_init(smem_addr(&s.empty[i]), kWarpsPerTile<Tile> * Tile::cluster);
     }
     for (uint32_t i = 0; i < kTaskSlots; i++) {
         mbar_init(smem_addr(&s.task_full[i]), 1);

@@ -29,7 +29,8 @@ static mok_status times_stage(const cuda_call *c, mk_cuda_kernel kernel, mk_task
     return c->s->times && !c->capturing ? mk_cuda_times_launch(c->s, c->operation, kernel, kind, c->stream) : MOK_OK;
 }
 
-static mok_status launch_untimed(const cuda_call *c, mk_cuda_kernel kernel, int64_t blocks, void *params, int64_t step)
+/* kind: what the kernel does, if it can do several things. */
+static mok_status launch_kind(const cuda_call *c, mk_cuda_kernel kernel, mk_task_kind kind, int64_t blocks, void *params, int64_t step)
 {
     const mk_cuda_kernel_shape *shape = &mk_cuda_kernel_shapes[kernel];
     mk_cu_launch_attribute cluster = {.id = MK_CU_LAUNCH_CLUSTER_DIMENSION, .value = {.cluster = {shape->cluster, 1, 1}}};
@@ -39,13 +40,6 @@ static mok_status launch_untimed(const cuda_call *c, mk_cuda_kernel kernel, int6
     MK_CUDA_TRY(c->api->cuLaunchKernelEx(&config, c->s->device->kernels.function[kernel], list, NULL),
                 "rank %d: launching %s of %s, step %lld (%u blocks of %u on device %d)", c->w->dims.rank, shape->name, mk_operation_name(c->operation),
                 (long long)step, config.grid_x, config.block_x, c->s->device->ordinal);
-    return MOK_OK;
-}
-
-/* kind: what the kernel does, if it can do several things. */
-static mok_status launch_kind(const cuda_call *c, mk_cuda_kernel kernel, mk_task_kind kind, int64_t blocks, void *params, int64_t step)
-{
-    MK_TRY(launch_untimed(c, kernel, blocks, params, step));
     return times_stage(c, kernel, kind);
 }
 
@@ -58,31 +52,6 @@ static mok_status launch(const cuda_call *c, mk_cuda_kernel kernel, int64_t bloc
 static int64_t blocks_for(const cuda_call *c, int64_t pieces)
 {
     return mk_max(mk_min(pieces, (int64_t)c->s->device->num_sms * BLOCKS_PER_SM), 1);
-}
-
-/* Are passes launched in clusters of four, if that is wanted? Not where SMs are reserved, or a trace is kept, whose places are of one launch's CTAs. */
-static bool launches_quads(const cuda_call *c, bool wanted, mk_cuda_kernel quad)
-{
-    return wanted && c->s->device->kernels.max_clusters[quad] > 0 && !c->s->reserve_clusters && !c->s->rank.trace.memory;
-}
-
-/* A pass in two launches at once, which draw from the same ticket (params.draws_two): as many clusters of four as fit, and clusters of two on the SMs that are
- * left. Each does all that the other leaves to it, whichever comes first. Stage times know one launch, which ends when both have. */
-static mok_status launch_quads(const cuda_call *c, mk_cuda_kernel quad, mk_cuda_kernel pair, void *params)
-{
-    const int *fit = c->s->device->kernels.max_clusters;
-    const int64_t quads = fit[quad], pairs = fit[pair] - 2 * quads;
-    cuda_call beside = *c;
-    beside.stream = c->s->beside;
-    MK_CUDA_TRY(c->api->cuEventRecord(c->s->parts, c->stream), "rank %d: recording where two launches part", c->w->dims.rank);
-    MK_TRY(launch_untimed(c, quad, 4 * quads, params, 0));
-    if (pairs > 0) {
-        MK_CUDA_TRY(c->api->cuStreamWaitEvent(beside.stream, c->s->parts, 0), "rank %d: ordering two launches", c->w->dims.rank);
-        MK_TRY(launch_untimed(&beside, pair, 2 * pairs, params, 0));
-        MK_CUDA_TRY(c->api->cuEventRecord(c->s->meets, beside.stream), "rank %d: recording where two launches meet", c->w->dims.rank);
-        MK_CUDA_TRY(c->api->cuStreamWaitEvent(c->stream, c->s->meets, 0), "rank %d: ordering two launches", c->w->dims.rank);
-    }
-    return times_stage(c, pair, MK_TASK_NONE);
 }
 
 /* --- the beginning and the end of a call ------------------------------------------------------------------------------ */
@@ -353,10 +322,6 @@ static mok_status launch_fused(cuda_call *c, const mok_forward_args *a, bool dow
         p.shared_down = g[MK_GEMM_SHARED_DOWN].b_low;
     }
     const mk_cuda_kernel kernel = d->mx ? MK_CUDA_mok_forward_fused_mx : MK_CUDA_mok_forward_fused;
-    p.yield.num_resident = UINT32_MAX;
-    p.draws_two = launches_quads(c, c->s->quads, MK_CUDA_mok_forward_fused_quad);
-    if (p.draws_two)
-        return launch_quads(c, MK_CUDA_mok_forward_fused_quad, kernel, &p);
     return launch(c, kernel, mk_cuda_pass_blocks(c->w, kernel, c->open.num_tokens, down ? 3 : 2, &p.yield), &p, 0);
 }
 
@@ -444,10 +409,6 @@ static mok_status launch_backward(const cuda_call *c, mk_backward_params *p, mk_
     if (kind != MK_TASK_NONE)
         MK_CUDA_TRY(c->api->cuMemsetD32Async(mk_cu_address(c->w->local + c->w->memory.device_state + offsetof(mk_device_state, tickets)), 0, 2, c->stream),
                     "rank %d: clearing the tickets of a backward stage", c->w->dims.rank);
-    p->yield.num_resident = UINT32_MAX;
-    p->draws_two = kind == MK_TASK_NONE && launches_quads(c, c->s->quads_backward, MK_CUDA_mok_backward_fused_quad);
-    if (p->draws_two)
-        return launch_quads(c, MK_CUDA_mok_backward_fused_quad, kernel, p);
     int64_t blocks = kind == MK_TASK_NONE ? mk_cuda_pass_blocks(c->w, kernel, c->open.num_tokens, 1 + 2 * p->want_data + 3 * p->want_weights, &p->yield)
                                           : mk_cuda_resident_clusters(c->w, kernel) * mk_cuda_kernel_shapes[kernel].cluster;
     return launch_kind(c, kernel, kind, blocks, p, step);

@@ -48,12 +48,8 @@ static void close_entered(mok_workspace *w)
     for (int i = 0; i < 2; i++)
         if (s->meeting[i])
             s->api->cuEventDestroy(s->meeting[i]);
-    mk_cu_event events[] = {s->done, s->parts, s->meets};
-    for (int i = 0; i < 3; i++)
-        if (events[i])
-            s->api->cuEventDestroy(events[i]);
-    if (s->beside)
-        s->api->cuStreamDestroy(s->beside);
+    if (s->done)
+        s->api->cuEventDestroy(s->done);
     mk_cuda_times_free(s);
     if (s->fault)
         s->api->cuMemFreeHost(s->fault);
@@ -155,11 +151,6 @@ static mok_status open_entered(mok_workspace *w)
     MK_CUDA_TRY(api->cuEventCreate(&s->done, MK_CU_EVENT_DISABLE_TIMING), "rank %d: creating an event", rank);
     for (int i = 0; i < 2 && s->meets_on_host; i++)
         MK_CUDA_TRY(api->cuEventCreate(&s->meeting[i], MK_CU_EVENT_DISABLE_TIMING), "rank %d: creating an event", rank);
-    if (s->quads || s->quads_backward) {
-        MK_CUDA_TRY(api->cuStreamCreate(&s->beside, MK_CU_STREAM_NON_BLOCKING), "rank %d: creating a stream", rank);
-        MK_CUDA_TRY(api->cuEventCreate(&s->parts, MK_CU_EVENT_DISABLE_TIMING), "rank %d: creating an event", rank);
-        MK_CUDA_TRY(api->cuEventCreate(&s->meets, MK_CU_EVENT_DISABLE_TIMING), "rank %d: creating an event", rank);
-    }
     fill_rank(w, fault);
     w->trace = (mk_trace){.tracks = num_tracks(s), .lanes = MK_NUM_TRACE_LANES};
     /* The memory above was cleared on the null stream; the caller's streams need not wait for that one. */
@@ -192,9 +183,6 @@ static mok_status open_state(mok_workspace *w)
     const char *forward = getenv("MOK_FORWARD"), *backward = getenv("MOK_BACKWARD");
     s->fused = !(forward && !strcmp(forward, "staged"));
     s->fused_backward = !(backward && !strcmp(backward, "staged"));
-    const bool can = !s->device->blackwell && !w->dims.mx;
-    s->quads = can && forward && !strcmp(forward, "quads");
-    s->quads_backward = can && backward && !strcmp(backward, "quads");
     mk_cuda_choose_tiles(w, getenv("MOK_TILE"));
     MK_TRY_GOTO(mk_cuda_enter(s->device), fail);
     status = open_entered(w);

@@ -40,7 +40,7 @@ enum { /* CUdevice_attribute */
 enum { /* CUfunction_attribute */ MK_CU_FUNCTION_NUM_REGS = 4, MK_CU_FUNCTION_MAX_DYNAMIC_SHARED = 8 };
 enum { /* CUpointer_attribute, CUmemorytype */ MK_CU_POINTER_MEMORY_TYPE = 2, MK_CU_POINTER_DEVICE_ORDINAL = 9, MK_CU_MEMORY_DEVICE = 2 };
 enum { /* CUlaunchAttributeID */ MK_CU_LAUNCH_CLUSTER_DIMENSION = 4 };
-enum { MK_CU_STREAM_NON_BLOCKING = 1, MK_CU_EVENT_DEFAULT = 0, MK_CU_EVENT_DISABLE_TIMING = 2, MK_CU_HOST_PORTABLE = 1, MK_CU_HOST_DEVICEMAP = 2 };
+enum { MK_CU_EVENT_DEFAULT = 0, MK_CU_EVENT_DISABLE_TIMING = 2, MK_CU_HOST_PORTABLE = 1, MK_CU_HOST_DEVICEMAP = 2 };
 
 enum { /* virtual memory: CUmemAllocationType, CUmemLocationType, CUmemAllocationGranularity_flags, CUmemAccess_flags */
     MK_CU_ALLOCATION_PINNED = 1, MK_CU_LOCATION_DEVICE = 1, MK_CU_GRANULARITY_RECOMMENDED = 1, MK_CU_ACCESS_READ_WRITE = 3
@@ -117,8 +117,6 @@ typedef struct mk_cu_launch { /* CUlaunchConfig */
     X(cuFuncGetAttribute, "cuFuncGetAttribute", (int *value, int attribute, mk_cu_function function))                           \
     X(cuOccupancyMaxActiveClusters, "cuOccupancyMaxActiveClusters", (int *clusters, mk_cu_function function, const mk_cu_launch *launch)) \
     X(cuLaunchKernelEx, "cuLaunchKernelEx", (const mk_cu_launch *launch, mk_cu_function function, void **params, void **extra)) \
-    X(cuStreamCreate, "cuStreamCreate", (mk_cu_stream *stream, unsigned flags))                                                 \
-    X(cuStreamDestroy, "cuStreamDestroy_v2", (mk_cu_stream stream))                                                             \
     X(cuStreamIsCapturing, "cuStreamIsCapturing", (mk_cu_stream stream, int *status))                                           \
     X(cuStreamWaitEvent, "cuStreamWaitEvent", (mk_cu_stream stream, mk_cu_event event, unsigned flags))                         \
     X(cuEventCreate, "cuEventCreate", (mk_cu_event *event, unsigned flags))                                                     \

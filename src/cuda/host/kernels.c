@@ -48,7 +48,7 @@ static mok_status prepare(const mk_cuda_driver *api, mk_cuda_kernels *k, int i)
                            .shared_bytes = shape->shared, .attributes = &cluster, .num_attributes = 1};
     MK_CUDA_TRY(api->cuOccupancyMaxActiveClusters(&k->max_clusters[i], k->function[i], &launch), "asking how many clusters of kernel %s fit",
                 shape->name);
-    if (k->max_clusters[i] < 1 && shape->cluster < 4) /* without clusters of four it goes as well */
+    if (k->max_clusters[i] < 1)
         return mk_fail(MOK_E_ENV, "no cluster of kernel %s (%u CTAs, %u bytes of shared memory each) fits on this GPU (a MIG slice or an SM limit?)",
                        shape->name, shape->cluster, shape->shared);
     return MOK_OK;

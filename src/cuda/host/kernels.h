@@ -24,11 +24,9 @@
     X(mok_s4_down_wide, 384, MK_GEMM_SHARED_WIDE, 2)      \
     X(mok_s4_down_narrow, 384, MK_GEMM_SHARED_NARROW, 2)  \
     X(mok_forward_fused, 384, MK_FORWARD_SHARED, 2)       \
-    X(mok_forward_fused_quad, 384, MK_FORWARD_SHARED, 4)  \
     X(mok_s5_combine, 256, MK_SMALL_SHARED, 1)            \
     X(mok_shared_scale, 256, MK_SMALL_SHARED, 1)          \
     X(mok_backward_fused, 384, MK_BACKWARD_SHARED, 2)     \
-    X(mok_backward_fused_quad, 384, MK_BACKWARD_SHARED, 4) \
     X(mok_s5_combine_bwd, 256, MK_SMALL_SHARED, 1)        \
     X(mok_s1_dispatch_mx, 32, MK_DISPATCH_SHARED, 1)      \
     X(mok_s2_gate_up_wide_mx, 384, MK_GEMM_SHARED_WIDE, 2) \
@@ -62,7 +60,7 @@ extern const mk_cuda_kernel_shape mk_cuda_kernel_shapes[MK_NUM_CUDA_KERNELS];
 typedef struct mk_cuda_kernels {
     mk_cu_module module;                              /* NULL: not loaded */
     mk_cu_function function[MK_NUM_CUDA_KERNELS];
-    int max_clusters[MK_NUM_CUDA_KERNELS];            /* resident at once; only of kernels in clusters. Of four: may be 0 */
+    int max_clusters[MK_NUM_CUDA_KERNELS];            /* resident at once; only of kernels in clusters */
 } mk_cuda_kernels;
 
 /* The fat binary inside this library, or NULL: *why says why it was built without. *archs: "90a, sm_100a". */

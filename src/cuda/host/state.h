@@ -83,9 +83,6 @@ typedef struct mk_cuda_state {
     mk_cuda_times *times;            /* NULL: nobody asked for stage times */
     bool fused;                      /* the forward: one launch instead of one per stage and minibatch */
     bool fused_backward;
-    bool quads, quads_backward;      /* fused passes in clusters of four, and of two where no more of those fit (Hopper, bf16) */
-    mk_cu_stream beside;             /* has the launch in clusters of two; and the events where it parts from the caller's stream and meets it again */
-    mk_cu_event parts, meets;
     /* Ranks that share a GPU: */
     bool meets_on_host;
     mk_cu_event meeting[2];          /* by parity of the barrier */

@@ -7,24 +7,24 @@
 
 using namespace mk;
 
-template <bool Mx, class Tile = BackwardTile<Mx>> MK_DEVICE void backward_fused(const mk_backward_params &p)
+template <bool Mx> MK_DEVICE void backward_fused(const mk_backward_params &p)
 {
-    BackwardShared<Mx, Tile> &s = *static_cast<BackwardShared<Mx, Tile> *>(shared_base());
+    BackwardShared<Mx> &s = *static_cast<BackwardShared<Mx> *>(shared_base());
     const mk_table t = mk_table_at(&p.rank.memory, p.schedule);
     const uint32_t warp = warp_idx();
-    gemm_begin(s.gemm, 1, [&] { backward_init(p, t, s); });
+    gemm_begin(s.gemm, 1, [&] { backward_init<Mx>(p, t, s); });
     if (warp >= kFirstMathWarp) {
         registers_raise<kBackwardRegistersMath>();
-        backward_math(p, s, warp / 4 - 1);
+        backward_math<Mx>(p, s, warp / 4 - 1);
     } else {
         registers_lower<kBackwardRegistersOther>();
-        BackwardProgram<Mx, Tile> program = {p, s, t, {s.yield, device_state(p.rank)->tickets, p.yield}};
+        BackwardProgram<Mx> program = {p, s, t, {s.yield, device_state(p.rank)->tickets, p.yield}};
         if (warp == 0 && lane_idx() == 0)
-            backward_load(p, s);
+            backward_load<Mx>(p, s);
         else if (warp == 1 && lane_idx() == 0)
             backward_schedule(p, s, program);
         else if (warp == 2)
-            backward_dispatch(p, t, s);
+            backward_dispatch<Mx>(p, t, s);
         else if (warp == 3)
             backward_wait(p, t, s);
     }
@@ -34,13 +34,6 @@ template <bool Mx, class Tile = BackwardTile<Mx>> MK_DEVICE void backward_fused(
         trace_close(p.rank, s.trace);
 }
 
-/* Hopper, the whole pass. The launch of mok_backward_fused beside it draws two tasks at a time, as this does. */
-MK_ENTRY MK_KERNEL(kGemmThreads) mok_backward_fused_quad([[maybe_unused]] MK_KERNEL_PARAM mk_backward_params p)
-{
-#ifndef MK_SM100
-    backward_fused<false, TileBackwardQuad>(p);
-#endif
-}
 MK_ENTRY MK_KERNEL(kGemmThreads) mok_backward_fused(MK_KERNEL_PARAM mk_backward_params p) { backward_fused<false>(p); }
 MK_ENTRY MK_KERNEL(kGemmThreads) mok_backward_fused_mx(MK_KERNEL_PARAM mk_backward_params p) { backward_fused<true>(p); }
 

@@ -3,12 +3,12 @@
 
 using namespace mk;
 
-template <bool Mx, class Tile = ForwardTile<Mx>> MK_DEVICE void forward_fused(const mk_forward_params &p)
+template <bool Mx> MK_DEVICE void forward_fused(const mk_forward_params &p)
 {
-    ForwardShared<Mx, Tile> &s = *static_cast<ForwardShared<Mx, Tile> *>(shared_base());
+    ForwardShared<Mx> &s = *static_cast<ForwardShared<Mx> *>(shared_base());
     const ForwardTasks<Mx> tasks;
-    ForwardProgram<Mx, Tile> program = {p, s, mk_table_at(&p.rank.memory, p.schedule), {}, {s.yield, device_state(p.rank)->tickets, p.yield}};
-    const ForwardEpilogue<Mx, Tile> epilogue = {p, program.t};
+    ForwardProgram<Mx> program = {p, s, mk_table_at(&p.rank.memory, p.schedule), {}, {s.yield, device_state(p.rank)->tickets, p.yield}};
+    const ForwardEpilogue<Mx> epilogue = {p, program.t};
     const uint32_t warp = warp_idx();
     gemm_begin(s.gemm, 1, [&] { forward_init(p, s); });
     if (warp >= kFirstMathWarp) {
@@ -19,7 +19,7 @@ template <bool Mx, class Tile = ForwardTile<Mx>> MK_DEVICE void forward_fused(co
         if (warp < 2)
             gemm_load_or_schedule(s.gemm, warp, program, tasks);
         else if (warp == 2)
-            forward_dispatch(p, s);
+            forward_dispatch<Mx>(p, s);
         else if (warp == 3 && lane_idx() == 0)
             forward_wait(p, program.t, s);
         sync_warp();
@@ -29,12 +29,5 @@ template <bool Mx, class Tile = ForwardTile<Mx>> MK_DEVICE void forward_fused(co
         trace_close(p.rank, s.trace);
 }
 
-/* Hopper. The launch of mok_forward_fused beside it draws two tasks at a time, as this does. */
-MK_ENTRY MK_KERNEL(kGemmThreads) mok_forward_fused_quad([[maybe_unused]] MK_KERNEL_PARAM mk_forward_params p)
-{
-#ifndef MK_SM100
-    forward_fused<false, TileForwardQuad>(p);
-#endif
-}
 MK_ENTRY MK_KERNEL(kGemmThreads) mok_forward_fused(MK_KERNEL_PARAM mk_forward_params p) { forward_fused<false>(p); }
 MK_ENTRY MK_KERNEL(kGemmThreads) mok_forward_fused_mx(MK_KERNEL_PARAM mk_forward_params p) { forward_fused<true>(p); }

@@ -20,7 +20,6 @@
  *   mok_s2_gate_up_narrow   the same, other tile
  *   mok_s4_down_wide, mok_s4_down_narrow  mk_gemm_params                     down and push, one minibatch (or the shared expert)
  *   mok_forward_fused       mk_forward_params clusters of 2 x 384, all SMs   s1 to s4 fused, instead of the launches of dispatch, gate_up and down
- *   mok_forward_fused_quad  mk_forward_params clusters of 4 x 384            the same, on Hopper if asked for; mok_forward_fused is beside it, on the SMs left
  *   mok_rank_barrier        mk_rank_params    1 x 128                        the end of forward and recompute: epoch barrier over GPUs (not for
  *                                                                            virtual ranks, nor for a rank alone)
  *   mok_s5_combine          mk_combine_params any x 256                      the weighted sum; the context's head
@@ -29,7 +28,6 @@
  *
  *   mok_shared_scale        mk_combine_bwd_params any x 256                  s of every token, if there is a shared expert
  *   mok_backward_fused      mk_backward_params clusters of 2 x 384, all SMs  the whole walk; or one launch for each stage and step
- *   mok_backward_fused_quad mk_backward_params clusters of 4 x 384           the whole walk on Hopper, as the forward's
  *   mok_rank_barrier
  *   mok_s5_combine_bwd      mk_combine_bwd_params any x 256                  dx, router-weight gradients, the output gate's gradient
  *
@@ -183,7 +181,6 @@ typedef struct mk_forward_params {
     int32_t up_row;            /* row of `up` where the up rows start: 0, or I with combined weights */
     int32_t shared_up_row;
     int32_t recompute;         /* gate/up alone, of the rows that the context keeps */
-    int32_t draws_two;         /* clusters of two, beside clusters of four: tasks are drawn two at a time */
     mk_yield_params yield;
 } mk_forward_params;
 
@@ -219,7 +216,6 @@ typedef struct mk_backward_params {
     int64_t num_tokens;
     int32_t want_data, want_weights;
     int32_t kind, step;        /* kind 0: the whole pass; else an mk_task_kind: its tasks of this step only (staged) */
-    int32_t draws_two;         /* as in mk_forward_params */
     mk_yield_params yield;     /* of a whole pass */
 } mk_backward_params;
 

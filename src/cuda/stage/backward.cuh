@@ -28,9 +28,6 @@ namespace mk {
 
 typedef TileForward TileBackward; /* its rows, columns and cluster are those of either precision's */
 template <bool Mx> using BackwardTile = ForwardTile<Mx>;
-#ifndef MK_SM100
-typedef TileForwardQuad TileBackwardQuad;
-#endif
 
 /* The epilogue of s4_down_bwd takes all that the other roles can spare. */
 constexpr int kBackwardRegistersMath = 208, kBackwardRegistersOther = 88;
@@ -44,8 +41,8 @@ struct MathState {
     uint32_t turn;
 };
 
-template <bool Mx, class Tile = BackwardTile<Mx>> struct BackwardShared {
-    GemmShared<Tile> gemm;
+template <bool Mx> struct BackwardShared {
+    GemmShared<BackwardTile<Mx>> gemm;
     DispatchShared dispatch;
     mk_walk walk;
     uint32_t first, end;        /* task numbers of this launch */
@@ -127,7 +124,7 @@ template <bool Mx> MK_DEVICE mk_walk backward_walk(const mk_backward_params &p, 
     return w;
 }
 
-template <bool Mx, class Tile> MK_DEVICE void backward_init(const mk_backward_params &p, const mk_table &t, BackwardShared<Mx, Tile> &s)
+template <bool Mx> MK_DEVICE void backward_init(const mk_backward_params &p, const mk_table &t, BackwardShared<Mx> &s)
 {
     for (uint32_t i = 0; i < kTaskSlots; i++)
         mbar_init(smem_addr(&s.ready[i]), 1);
@@ -145,21 +142,19 @@ template <bool Mx, class Tile> MK_DEVICE void backward_init(const mk_backward_pa
 /* ---- the program ---- */
 
 /* Of one thread. */
-template <bool Mx, class Tile = BackwardTile<Mx>> struct BackwardProgram {
+template <bool Mx> struct BackwardProgram {
     const mk_backward_params &p;
-    BackwardShared<Mx, Tile> &s;
+    BackwardShared<Mx> &s;
     mk_table t;
     Yield yield;  /* of the schedule thread, and */
     ClusterTask last = {};
-    uint32_t second = 0; /* beside clusters of four: of the two tasks that were drawn, the one that is still to be done */
 
     /* A cluster may leave before the tasks of a pass are all drawn. */
     MK_MEMBER uint32_t next()
     {
-        if (Tile::row_tiles == 1 && p.draws_two)
-            return one_of_two();
+        constexpr uint32_t drawn = TileBackward::tensor_memory ? 2 : 1; /* at a time */
         if (!p.kind)
-            return yield.next((s.end + Tile::row_tiles - 1) / Tile::row_tiles);
+            return yield.next((s.end + drawn - 1) / drawn);
         return s.first + ticket_take_relaxed_gpu(&device_state(p.rank)->tickets[0], 1);
     }
 
@@ -182,13 +177,6 @@ template <bool Mx, class Tile = BackwardTile<Mx>> struct BackwardProgram {
     }
 
 private:
-    MK_MEMBER uint32_t one_of_two()
-    {
-        const uint32_t number = second ? second : 2 * yield.next((s.end + 1) / 2);
-        second = second ? 0 : number + 1;
-        return number;
-    }
-
     MK_MEMBER void row_task(const mk_task &next, GemmTask &task)
     {
         const mk_dims &d = p.rank.dims;
@@ -238,29 +226,6 @@ private:
     }
 };
 
-/* ---- two tasks at a time ---- */
-
-MK_DEVICE bool is_wgrad(const GemmTask &task) { return stage_of(task.kind & TASK_KIND_MASK) == MK_TASK_WGRAD; }
-
-/* Two tasks of weight gradients share the rows of one piece, not only columns; who helps with one reads its rows too. */
-template <bool Mx, class Tile> struct Pairing<BackwardProgram<Mx, Tile>> {
-    static MK_MEMBER uint32_t first(const BackwardProgram<Mx, Tile> &program, uint32_t drawn) { return 2 * drawn - program.s.first; } /* launches of a stage begin anywhere */
-    static MK_MEMBER bool fit(const GemmTask &a, const GemmTask &b)
-    {
-        return (a.kind | TASK_SAVED) == (b.kind | TASK_SAVED) && a.expert == b.expert && a.col == b.col && a.num_k_blocks == b.num_k_blocks &&
-               (!is_wgrad(a) || a.tag == b.tag);
-    }
-    static MK_MEMBER GemmTask helper(GemmTask task)
-    {
-        task.out_row = kNoRows;
-        if (is_wgrad(task))
-            return task;
-        task.row = kNoRows;
-        task.num_rows = 0;
-        return task;
-    }
-};
-
 /* ---- the load role ---- */
 
 /* A run of K blocks of a task whose boxes follow each other: where the first are, and how far the next. A's share of this CTA, B's halves.
@@ -299,7 +264,7 @@ private:
     {
         if (is_scaled<Mx>(task) && (task.kind & TASK_KIND_MASK) != MK_TASK_WGRAD)
             return scaled_run(task, which);
-        const int32_t kind = task.kind & TASK_KIND_MASK, half = (int32_t)(cluster_rank() % kColumnTiles<TileBackward> * kBoxRowsA<TileBackward>), all = task.num_k_blocks;
+        const int32_t kind = task.kind & TASK_KIND_MASK, half = TileBackward::tensor_memory ? 0 : (int32_t)(cluster_rank() * kBoxRowsA<TileBackward>), all = task.num_k_blocks;
         const bool shared = is_shared_task(kind);
         switch (stage_of(kind)) {
         case MK_TASK_GATE_UP:
@@ -355,24 +320,12 @@ private:
 #ifdef MK_SM100
 template <bool Mx> MK_DEVICE void backward_load_block(BackwardShared<Mx> &s, uint32_t stage, const GemmTask &task, const LoadRun &r);
 #else
-template <class Tile> MK_DEVICE void load_quad_shares(GemmShared<Tile> &s, uint32_t stage, const LoadRun &r)
-{
-    const uint32_t full = smem_addr(&s.full[stage]), column = cluster_rank() % 2, row = cluster_rank() / 2, b = smem_addr(s.b[stage]);
-    tma_load_3d_multicast(smem_addr(s.a[stage]) + column * kHalfBytes, r.a, r.a_x, r.a_y, 0, full, quad_row(row));
-    if (row == 0)
-        tma_load_3d_multicast(b, r.b_low, r.b_x, r.b_y, r.b_depth, full, quad_column(column));
-    else
-        tma_load_3d_multicast(b + kHalfBytes, r.b_high, r.b_high_x, r.b_y, r.b_depth, full, quad_column(column));
-}
-
 /* A K block: this CTA's share of A for both, and B. */
-template <bool Mx, class Tile> MK_DEVICE void backward_load_block(BackwardShared<Mx, Tile> &s, uint32_t stage, const GemmTask &, const LoadRun &r)
+template <bool Mx> MK_DEVICE void backward_load_block(BackwardShared<Mx> &s, uint32_t stage, const GemmTask &, const LoadRun &r)
 {
     constexpr uint16_t all_ctas = (1 << TileBackward::cluster) - 1;
     const uint32_t full = smem_addr(&s.gemm.full[stage]), b = smem_addr(s.gemm.b[stage]);
     mbar_arrive_expect_tx_release_cta(full, kStageBytes<TileBackward>);
-    if constexpr (Tile::row_tiles == 2) /* its share of B, too: as load_quad_stage */
-        return load_quad_shares(s.gemm, stage, r);
     tma_load_3d_multicast(smem_addr(s.gemm.a[stage]) + cluster_rank() * kHalfBytes, r.a, r.a_x, r.a_y, 0, full, all_ctas);
     tma_load_3d(b, r.b_low, r.b_x, r.b_y, r.b_depth, full);
     tma_load_3d(b + kHalfBytes, r.b_high, r.b_high_x, r.b_y, r.b_depth, full);
@@ -380,11 +333,11 @@ template <bool Mx, class Tile> MK_DEVICE void backward_load_block(BackwardShared
 #endif
 
 /* One thread of each CTA: what the wait role has found to be there. Rows were written by plain stores; the copy engine reads them next. */
-template <bool Mx, class Tile> MK_DEVICE void backward_load(const mk_backward_params &p, BackwardShared<Mx, Tile> &s)
+template <bool Mx> MK_DEVICE void backward_load(const mk_backward_params &p, BackwardShared<Mx> &s)
 {
     BackwardLoad<Mx> load = {p, {}};
-    TaskReader<Tile> tasks;
-    RingCursor<Tile::stages> at;
+    TaskReader<BackwardTile<Mx>> tasks;
+    RingCursor<BackwardTile<Mx>::stages> at;
     for (;; tasks.at.next()) {
         const GemmTask task = tasks.wait(s.gemm);
         wait_mbar(smem_addr(&s.ready[tasks.at.slot]), tasks.at.parity, "backward_load: operands of a task are ready");
@@ -409,7 +362,7 @@ template <bool Mx, class Tile> MK_DEVICE void backward_load(const mk_backward_pa
 
 /* ---- the wait role ---- */
 
-template <bool Mx, class Tile> MK_DEVICE void backward_trace(const mk_backward_params &p, BackwardShared<Mx, Tile> &s, const GemmTask &task, uint32_t number)
+template <bool Mx> MK_DEVICE void backward_trace(const mk_backward_params &p, BackwardShared<Mx> &s, const GemmTask &task, uint32_t number)
 {
     const mk_task_kind kind = (mk_task_kind)(task.kind & TASK_KIND_MASK);
     const uint32_t part = (uint32_t)task.col / (stage_of(kind) == MK_TASK_GATE_UP ? TileBackward::cols / 2 : TileBackward::cols);
@@ -420,9 +373,9 @@ template <bool Mx, class Tile> MK_DEVICE void backward_trace(const mk_backward_p
 
 /* One warp of each CTA, tasks ahead of the load thread; its lanes share the counters of a need. Acquire: what a task reads has been
  * written, what it overwrites has been read; pairs with the releases of s1_dispatch and of BackwardMath. Handed on by the arrive. */
-template <bool Mx, class Tile> MK_DEVICE void backward_wait(const mk_backward_params &p, const mk_table &t, BackwardShared<Mx, Tile> &s)
+template <bool Mx> MK_DEVICE void backward_wait(const mk_backward_params &p, const mk_table &t, BackwardShared<Mx> &s)
 {
-    TaskReader<Tile> tasks;
+    TaskReader<BackwardTile<Mx>> tasks;
     int32_t last_kind = MK_TASK_NONE, last_tag = 0;
     for (uint32_t number = 0;; tasks.at.next(), number++) {
         const GemmTask task = tasks.wait(s.gemm);
@@ -500,9 +453,9 @@ private:
     }
 };
 
-template <bool Mx, class Tile = BackwardTile<Mx>> struct BackwardMath {
+template <bool Mx> struct BackwardMath {
     const mk_backward_params &p;
-    BackwardShared<Mx, Tile> &s;
+    BackwardShared<Mx> &s;
 
     /* Release, cumulative over the warp's stores. */
     MK_MEMBER void signal(int32_t counter, int32_t index) const
@@ -523,7 +476,7 @@ template <bool Mx, class Tile = BackwardTile<Mx>> struct BackwardMath {
         return shared;
     }
 
-    MK_MEMBER void replay(const GemmTask &task, const Acc<Tile> &acc, const WarpOut &out, bool shared) const
+    MK_MEMBER void replay(const GemmTask &task, const Acc<BackwardTile<Mx>> &acc, const WarpOut &out, bool shared) const
     {
         const mk_rank_params &r = p.rank;
         const int64_t cols = shared ? r.dims.shared_intermediate : r.dims.intermediate;
@@ -539,13 +492,13 @@ template <bool Mx, class Tile = BackwardTile<Mx>> struct BackwardMath {
 
     MK_MEMBER SwigluBackward<Mx, GradBuffers> swiglu_epilogue() const { return {{p}, p.rank.swiglu_limit}; }
 
-    MK_MEMBER void dgrad_down(const GemmTask &task, const Acc<Tile> &acc, const WarpOut &out, bool shared) const
+    MK_MEMBER void dgrad_down(const GemmTask &task, const Acc<BackwardTile<Mx>> &acc, const WarpOut &out, bool shared) const
     {
         swiglu_epilogue()(task, acc, out);
         signal(again(task, shared) ? MK_COUNTER_shared_s4_bwd_tasks_done : MK_COUNTER_s4_bwd_tasks_done, task.tag);
     }
 
-    MK_MEMBER void dgrad_gate_up(const GemmTask &task, const Acc<Tile> &acc, const WarpOut &out, bool shared) const
+    MK_MEMBER void dgrad_gate_up(const GemmTask &task, const Acc<BackwardTile<Mx>> &acc, const WarpOut &out, bool shared) const
     {
         const mk_rank_params &r = p.rank;
         if (shared)
@@ -556,7 +509,7 @@ template <bool Mx, class Tile = BackwardTile<Mx>> struct BackwardMath {
         }
         const mk_row *rows = mk_table_at(&r.memory, p.schedule).rows;
         if (task.col == 0)
-            push_weight_grads<Tile>(r, rows, task, out);
+            push_weight_grads<BackwardTile<Mx>>(r, rows, task, out);
         /* dgate, dup and the partial sums have been read, and nobody in this launch reads dx: so before the pushes, whose completion a
          * release would wait for. */
         signal(MK_COUNTER_s2_bwd_tasks_done, task.tag);
@@ -579,7 +532,7 @@ template <bool Mx, class Tile = BackwardTile<Mx>> struct BackwardMath {
         return {p.rank, shared ? p.shared_grads : p.grads, shared ? p.rank.dims.shared_intermediate : p.rank.dims.intermediate};
     }
 
-    MK_MEMBER void finish_wgrad(const GemmTask &task, const Acc<Tile> &acc, const WarpOut &out, bool shared) const
+    MK_MEMBER void finish_wgrad(const GemmTask &task, const Acc<BackwardTile<Mx>> &acc, const WarpOut &out, bool shared) const
     {
         const bool told_later = !(task.kind & WGRAD_LAST) || p.ready;
         /* The operands have been read, and nobody in this launch reads a complete gradient: so before the stores, whose completion a
@@ -599,7 +552,7 @@ template <bool Mx, class Tile = BackwardTile<Mx>> struct BackwardMath {
             flag_store_release_sys(&p.ready[task.expert], p.ready_value);
     }
 
-    MK_MEMBER void finish(const GemmTask &task, const Acc<Tile> &acc, WarpOut out) const
+    MK_MEMBER void finish(const GemmTask &task, const Acc<BackwardTile<Mx>> &acc, WarpOut out) const
     {
         pin_register(out.staging); /* addresses derived from it are not kept through the MMAs */
         const int32_t kind = task.kind & TASK_KIND_MASK;
@@ -614,7 +567,7 @@ template <bool Mx, class Tile = BackwardTile<Mx>> struct BackwardMath {
 
 #ifndef MK_SM100
     /* The MMAs are waited for before the accumulators meet those of the other kinds again: moving registers under way would serialise. */
-    MK_MEMBER uint32_t continue_task(const GemmTask &task, Acc<Tile> &acc, RingCursor<TileBackward::stages> &at, const ZeroTail &tail, const WarpOut &out) const
+    MK_MEMBER uint32_t continue_task(const GemmTask &task, Acc<BackwardTile<Mx>> &acc, RingCursor<TileBackward::stages> &at, const ZeroTail &tail, const WarpOut &out) const
     {
         wgrad(false).preload(task, acc, out);
         const uint32_t last = multiply_task<MajorOuter, MajorOuter>(s.gemm, acc, at, task.num_k_blocks, 0, true, tail);
@@ -622,7 +575,7 @@ template <bool Mx, class Tile = BackwardTile<Mx>> struct BackwardMath {
         return last;
     }
 
-    MK_MEMBER uint32_t multiply(const GemmTask &task, Acc<Tile> &acc, RingCursor<TileBackward::stages> &at, uint32_t warpgroup, const WarpOut &out) const
+    MK_MEMBER uint32_t multiply(const GemmTask &task, Acc<BackwardTile<Mx>> &acc, RingCursor<TileBackward::stages> &at, uint32_t warpgroup, const WarpOut &out) const
     {
         const ZeroTail tail = {(uint32_t)(task.num_rows - (task.num_k_blocks - 1) * (int32_t)kBlockK), BARRIER_ZERO_TAIL + warpgroup};
         switch (stage_of(task.kind & TASK_KIND_MASK)) {
@@ -642,9 +595,9 @@ template <bool Mx, class Tile = BackwardTile<Mx>> struct BackwardMath {
         constexpr uint32_t both = kMathWarpgroups * 128;
         const uint32_t warp = warp_idx() - kFirstMathWarp;
         const WarpOut out = {smem_addr(s.gemm.staging[warp]), warp % 4 * 16};
-        TaskReader<Tile> tasks;
+        TaskReader<BackwardTile<Mx>> tasks;
         RingCursor<TileBackward::stages> at;
-        Acc<Tile> acc;
+        Acc<BackwardTile<Mx>> acc;
         if (warpgroup == 1)
             barrier_named_arrive(BARRIER_MATH_TURN + 0, both);
         for (uint32_t turn = 0;; turn++, tasks.at.next()) {
@@ -665,9 +618,7 @@ template <bool Mx, class Tile = BackwardTile<Mx>> struct BackwardMath {
             if (lane_idx() == 0)
                 store(&state.task, task);
             sync_warp();
-            const bool works = Tile::row_tiles == 1 || !only_helps(task);
-            if (works)
-                prepare(state.task, out);
+            prepare(state.task, out);
             barrier_named_sync(BARRIER_MATH_TURN + warpgroup, both);
             trace_stamp(p.rank, s.trace, turn, TRACE_PRODUCT_BEGINS);
             const uint32_t last = multiply(task, acc, at, warpgroup, out);
@@ -681,8 +632,7 @@ template <bool Mx, class Tile = BackwardTile<Mx>> struct BackwardMath {
             }
             sync_warp();
             trace_stamp(p.rank, s.trace, state.turn, TRACE_EPILOGUE_BEGINS);
-            if (Tile::row_tiles == 1 || !only_helps(state.task))
-                finish(state.task, acc, out);
+            finish(state.task, acc, out);
             if (trace_on(p.rank) && out.row == 0 && lane_idx() == 0) /* trace_stamp, with what is in registers here */
                 store(&s.trace.task[load(&state.turn) % TRACE_TASKS].stamp[TRACE_EPILOGUE_ENDS], time_ns());
             tasks.at = load(&state.tasks);
@@ -694,22 +644,18 @@ template <bool Mx, class Tile = BackwardTile<Mx>> struct BackwardMath {
 };
 
 #ifndef MK_SM100
-template <bool Mx, class Tile> MK_DEVICE void backward_math(const mk_backward_params &p, BackwardShared<Mx, Tile> &s, uint32_t warpgroup) { BackwardMath<Mx, Tile>{p, s}.run(warpgroup); }
+template <bool Mx> MK_DEVICE void backward_math(const mk_backward_params &p, BackwardShared<Mx> &s, uint32_t warpgroup) { BackwardMath<Mx>{p, s}.run(warpgroup); }
 
 /* One thread of each CTA. */
-template <bool Mx, class Tile> MK_DEVICE void backward_schedule(const mk_backward_params &, BackwardShared<Mx, Tile> &s, BackwardProgram<Mx, Tile> &program)
+template <bool Mx> MK_DEVICE void backward_schedule(const mk_backward_params &, BackwardShared<Mx> &s, BackwardProgram<Mx> &program)
 {
-    if (cluster_rank() != kScheduleRank<Tile>)
-        return;
-    if constexpr (Tile::row_tiles == 2)
-        quad_schedule(s.gemm, program);
-    else
+    if (cluster_rank() == kScheduleRank<TileBackward>)
         gemm_schedule(s.gemm, program);
 }
 #endif
 
 /* The dispatch role: one warp of each CTA. Rows come from the state's second ticket, in the order of the walk. */
-template <bool Mx, class Tile> MK_DEVICE void backward_dispatch(const mk_backward_params &p, const mk_table &t, BackwardShared<Mx, Tile> &s)
+template <bool Mx> MK_DEVICE void backward_dispatch(const mk_backward_params &p, const mk_table &t, BackwardShared<Mx> &s)
 {
     Dispatch<Mx, true> dispatch(p.rank, t, s.dispatch, &s.walk, &s.trace);
     int64_t first = 0, end = s.walk.num_tiles;

@@ -6,6 +6,27 @@
 
 namespace mk {
 
+MK_DEVICE bool is_wgrad(const GemmTask &task) { return stage_of(task.kind & TASK_KIND_MASK) == MK_TASK_WGRAD; }
+
+/* Two tasks of weight gradients share the rows of one piece, not only columns; who helps with one reads its rows too. */
+template <bool Mx> struct Pairing<BackwardProgram<Mx>> {
+    static MK_MEMBER uint32_t first(const BackwardProgram<Mx> &program, uint32_t drawn) { return 2 * drawn - program.s.first; } /* launches of a stage begin anywhere */
+    static MK_MEMBER bool fit(const GemmTask &a, const GemmTask &b)
+    {
+        return (a.kind | TASK_SAVED) == (b.kind | TASK_SAVED) && a.expert == b.expert && a.col == b.col && a.num_k_blocks == b.num_k_blocks &&
+               (!is_wgrad(a) || a.tag == b.tag);
+    }
+    static MK_MEMBER GemmTask helper(GemmTask task)
+    {
+        task.out_row = kNoRows;
+        if (is_wgrad(task))
+            return task;
+        task.row = kNoRows;
+        task.num_rows = 0;
+        return task;
+    }
+};
+
 /* A K block: all 128 rows of A, as two boxes, and this CTA's half of B's, the second of which follows on the axis that is not contracted. */
 template <bool Mx> MK_DEVICE void load_bf16_block(BackwardShared<Mx> &s, uint32_t stage, const GemmTask &task, const LoadRun &r)
 {

@@ -31,8 +31,6 @@ template <> struct Acc<TileForwardScaled> : SharingAcc<TileForwardScaled> {};
 #else
 struct TileForward : TileNarrow { static constexpr uint32_t stages = 5; };
 typedef TileForward TileForwardScaled;
-/* In clusters of four; the SMs that are left over have clusters of two, whose launch is beside this one. */
-struct TileForwardQuad : TileForward { static constexpr uint32_t cluster = 4, row_tiles = 2; };
 #endif
 /* Rows, columns and cluster are those of TileForward. */
 template <bool Mx> struct ForwardTileOf { typedef TileForward Tile; };
@@ -43,8 +41,8 @@ template <bool Mx> using ForwardTile = typename ForwardTileOf<Mx>::Tile;
 constexpr int kForwardRegistersMath = 208, kForwardRegistersOther = 88;
 static_assert(kForwardRegistersOther + 2 * kForwardRegistersMath <= 3 * 168, "registers of 384 threads");
 
-template <bool Mx, class Tile = ForwardTile<Mx>> struct ForwardShared {
-    GemmShared<Tile> gemm;
+template <bool Mx> struct ForwardShared {
+    GemmShared<ForwardTile<Mx>> gemm;
     DispatchShared dispatch;
     mk_walk walk;
     uint64_t ready[kTaskSlots]; /* one arrival of the wait role: the operands of the task in that slot are there */
@@ -103,22 +101,20 @@ struct ClusterTask {
 };
 
 /* The Program of the GEMM core (grouped.cuh) over the walk. GemmTask.kind is the task's, tag its tile. */
-template <bool Mx, class Tile = ForwardTile<Mx>> struct ForwardProgram {
+template <bool Mx> struct ForwardProgram {
     const mk_forward_params &p;
-    ForwardShared<Mx, Tile> &s;
+    ForwardShared<Mx> &s;
     mk_table t;
     RingCursor<kTaskSlots> at;  /* of the load thread: the next task's place in `ready` */
     Yield yield;                /* of the schedule thread, and */
     ClusterTask last = {};
-    uint32_t second = 0;        /* beside clusters of four: of the two tasks that were drawn, the one that is still to be done */
     ExpertMaps known = {};      /* of the load thread */
 
     /* A cluster may leave before the tasks are all drawn. */
     MK_MEMBER uint32_t next()
     {
-        if (Tile::row_tiles == 1 && p.draws_two)
-            return one_of_two();
-        return yield.next((uint32_t)mk_ceil_div(s.walk.num_tasks, Tile::row_tiles));
+        constexpr int64_t drawn = TileForward::tensor_memory ? 2 : 1; /* at a time */
+        return yield.next((uint32_t)mk_ceil_div(s.walk.num_tasks, drawn));
     }
 
     MK_MEMBER bool task(uint32_t number, uint32_t rank, GemmTask &task) { return last.of_rank(*this, number, rank, task); }
@@ -166,13 +162,6 @@ template <bool Mx, class Tile = ForwardTile<Mx>> struct ForwardProgram {
     }
 
 private:
-    MK_MEMBER uint32_t one_of_two()
-    {
-        const uint32_t number = second ? second : 2 * yield.next((uint32_t)mk_ceil_div(s.walk.num_tasks, 2));
-        second = second ? 0 : number + 1;
-        return number;
-    }
-
     MK_MEMBER ScaledGemmInput scaled_input(const GemmTask &task)
     {
         const GemmInput of = operands(task);
@@ -212,8 +201,8 @@ template <> struct ForwardTasks<true> : PlainTasks<TileForwardScaled> {
 #endif
 
 /* Runs the stage's epilogue and raises the task's counter, once for every math warp. */
-template <bool Mx, class Tile = ForwardTile<Mx>> struct ForwardEpilogue {
-    typedef Acc<Tile> Sums;
+template <bool Mx> struct ForwardEpilogue {
+    typedef Acc<ForwardTile<Mx>> Sums;
     const mk_forward_params &p;
     mk_table t;
 
@@ -259,12 +248,12 @@ template <bool Mx, class Tile = ForwardTile<Mx>> struct ForwardEpilogue {
     }
 };
 
-template <bool Mx, class Tile> MK_DEVICE void note_task(const ForwardEpilogue<Mx, Tile> &e, uint32_t number, TraceStamp stamp)
+template <bool Mx> MK_DEVICE void note_task(const ForwardEpilogue<Mx> &e, uint32_t number, TraceStamp stamp)
 {
-    trace_stamp(e.p.rank, static_cast<ForwardShared<Mx, Tile> *>(shared_base())->trace, number, stamp);
+    trace_stamp(e.p.rank, static_cast<ForwardShared<Mx> *>(shared_base())->trace, number, stamp);
 }
 
-template <bool Mx, class Tile> MK_DEVICE void forward_trace(const mk_forward_params &p, ForwardShared<Mx, Tile> &s, const GemmTask &task, uint32_t number)
+template <bool Mx> MK_DEVICE void forward_trace(const mk_forward_params &p, ForwardShared<Mx> &s, const GemmTask &task, uint32_t number)
 {
     const mk_task_kind kind = (mk_task_kind)task.kind;
     const uint32_t part = (uint32_t)task.col / (is_down(task.kind) ? TileForward::cols : TileForward::cols / 2);
@@ -276,9 +265,9 @@ template <bool Mx, class Tile> MK_DEVICE void forward_trace(const mk_forward_par
 /* The wait role: one thread of each CTA. Finding out that a task may go on takes several dependent reads of global memory, more
  * than the stages in flight can hide, so it is done tasks ahead of the load thread. Acquire: the rows a task reads have been written,
  * those it overwrites have been read; pairs with the releases of s1_dispatch and of ForwardEpilogue. Handed on by the arrive. */
-template <bool Mx, class Tile> MK_DEVICE void forward_wait(const mk_forward_params &p, const mk_table &t, ForwardShared<Mx, Tile> &s)
+template <bool Mx> MK_DEVICE void forward_wait(const mk_forward_params &p, const mk_table &t, ForwardShared<Mx> &s)
 {
-    TaskReader<Tile> tasks;
+    TaskReader<ForwardTile<Mx>> tasks;
     for (uint32_t number = 0;; tasks.at.next(), number++) {
         const GemmTask task = tasks.wait(s.gemm);
         const uint32_t slot = tasks.at.slot;
@@ -297,7 +286,7 @@ template <bool Mx, class Tile> MK_DEVICE void forward_wait(const mk_forward_para
     }
 }
 
-template <bool Mx, class Tile> MK_DEVICE void forward_init(const mk_forward_params &p, ForwardShared<Mx, Tile> &s)
+template <bool Mx> MK_DEVICE void forward_init(const mk_forward_params &p, ForwardShared<Mx> &s)
 {
     for (uint32_t i = 0; i < kTaskSlots; i++)
         mbar_init(smem_addr(&s.ready[i]), 1);
@@ -308,7 +297,7 @@ template <bool Mx, class Tile> MK_DEVICE void forward_init(const mk_forward_para
 }
 
 /* The dispatch role: one warp of each CTA. Rows come from the state's second ticket, in the order of the walk. */
-template <bool Mx, class Tile> MK_DEVICE void forward_dispatch(const mk_forward_params &p, ForwardShared<Mx, Tile> &s)
+template <bool Mx> MK_DEVICE void forward_dispatch(const mk_forward_params &p, ForwardShared<Mx> &s)
 {
     const mk_walk &walk = s.walk;
     Dispatch<Mx> dispatch(p.rank, mk_table_at(&p.rank.memory, p.schedule), s.dispatch, &walk, &s.trace);
