@@ -113,7 +113,12 @@ class Engine:
         """-> ids and schedule; when activation checkpointing runs a region again, those of the first run, and no rank meets another."""
         if torch.compiler.is_compiling():
             return expert_ids, self.schedule(expert_ids, layer)
-        return _replay.once((self.handle, layer), lambda: (expert_ids, self.schedule(expert_ids, layer)))
+        try:
+            return _replay.once((self.handle, layer), lambda: (expert_ids, self.schedule(expert_ids, layer)))
+        except Exception as error:
+            if self.device.type == "cuda":
+                self.refuse(lib.CALL_FORWARD, layer, error)  # as refuse_layer
+            raise
 
     def refuse(self, call: int, layer: int, why: Exception) -> None:
         """This rank will not make its next call (lib.CALL_...): the other ranks' call fails at once, with this rank's name and reason. Collective, as the call
@@ -127,6 +132,14 @@ class Engine:
                 workspace.refuse(call, layer, why)
         except RuntimeError:
             pass  # the others were told in another way, or did not come; what counts here is `why`
+
+    def refuse_layer(self, routes: bool, layer: int, why: Exception) -> None:
+        """The same for a layer, whose schedule (if it `routes`) and pass are calls of their own. On GPUs the others hear of a refused schedule when they have begun
+        the pass, so that is refused too: ranks stay in step, and the next layer works."""
+        if routes:
+            self.refuse(lib.CALL_SCHEDULE, layer, why)
+        if not routes or self.device.type == "cuda":
+            self.refuse(lib.CALL_FORWARD, layer, why)
 
     def _open_to_refuse(self, layer: int, why: Exception) -> None:
         if self._fixed:

@@ -6,7 +6,6 @@ from typing import Sequence
 
 import torch
 
-from . import _library as lib
 from ._engine import Engine, as_ids, check_ids, find_engine
 from ._group import find_group
 from ._operators import run_layer
@@ -78,7 +77,7 @@ def moe(
     try:
         check_arguments(engine, packed, x, expert_ids, router_weights, weights, shared)
     except (TypeError, ValueError) as error:
-        engine.refuse(lib.CALL_SCHEDULE if schedule is None else lib.CALL_FORWARD, layer, error)
+        engine.refuse_layer(schedule is None, layer, error)
         raise
     if main_grad and not isinstance(main_grad, Sink):
         main_grad = Sink({**weights, **{name: _listed(t) for name, t in shared.items()}})

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from . import _library as lib
 from ._engine import Engine, as_ids, find_engine
 from ._group import canonical_device, find_group
 from ._layer import moe
@@ -190,7 +189,7 @@ class MoE(nn.Module):
         try:
             self._check_input(x, expert_ids, router_weights, mask)
         except (TypeError, ValueError) as error:
-            self._engine.refuse(lib.CALL_SCHEDULE if schedule is None else lib.CALL_FORWARD, self.layer, error)
+            self._engine.refuse_layer(schedule is None, self.layer, error)
             raise
         rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         logits = None

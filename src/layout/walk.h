@@ -80,6 +80,9 @@ typedef struct mk_walk {
     int64_t shared_tasks, num_tasks;
 } mk_walk;
 
+/* Tiles of a group: about 16, and such that the groups of a minibatch are alike: a last one of a tile or two would read all of an expert's weights for these alone. */
+MK_FN int32_t mk_walk_group(int64_t mb_tiles) { return (int32_t)mk_ceil_div(mb_tiles, mk_max((mb_tiles + 8) / 16, 1)); }
+
 /* Tiles [*first, *end) of the walk's step m. */
 MK_FN void mk_walk_minibatch(const mk_walk *w, int64_t m, int64_t *first, int64_t *end)
 {

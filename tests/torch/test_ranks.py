@@ -173,7 +173,7 @@ def _wrong_on_one_rank(group, p):
     first, count = engine.first_expert, engine.num_local_experts
     weights = [w[first : first + count].contiguous() for w in (p.gate, p.up, p.down)]
     engine.prepare()
-    wrong = {0: lambda: mok.moe(p.x.float(), p.expert_ids, p.router_weights, *weights, engine=engine), 1: lambda: engine.schedule(p.expert_ids[:, :1])}
+    wrong = {0: lambda: mok.moe(p.x.float(), p.expert_ids, p.router_weights, *weights, engine=engine), 1: lambda: mok.moe(p.x, p.expert_ids[:, :1], p.router_weights, *weights, engine=engine)}
     sentences = []
     for culprit, call in wrong.items():
         mine = call if group.rank == culprit else lambda: mok.moe(p.x, p.expert_ids, p.router_weights, *weights, engine=engine)
