@@ -12,9 +12,9 @@ struct Traced {
     std::map<std::pair<int, int>, std::vector<mk_trace_event>> lanes;
 };
 
-static void trace_rank(LayerCase &layer, LayerRank &r, uint32_t capacity, Traced &t)
+static void trace_rank(LayerCase &layer, LayerRank &r, uint32_t capacity, Traced &t, int32_t tracks = 0)
 {
-    mk_trace shape = {nullptr, (int32_t)layer.shape.clusters * 2, MK_NUM_TRACE_LANES, capacity};
+    mk_trace shape = {nullptr, tracks ? tracks : (int32_t)layer.shape.clusters * 2, MK_NUM_TRACE_LANES, capacity};
     t.memory = layer.buffer<uint8_t>("trace", mk_trace_bytes(&shape));
     memset(t.memory->host(), 0, (size_t)mk_trace_bytes(&shape));
     shape.memory = reinterpret_cast<char *>(t.memory->device());
@@ -101,6 +101,25 @@ TEST(every_task_has_its_product_and_epilogue_in_order)
                 last = e.end_ns;
             }
         }
+    }
+}
+
+/* Whichever block of a call comes last: with many tokens there are more blocks than tracks. */
+TEST(a_call_is_recorded_by_a_block_without_a_track)
+{
+    LayerCase layer(two_ranks(), test_seed());
+    Traced traces[2];
+    for (int i = 0; i < 2; i++)
+        trace_rank(layer, layer.ranks[(size_t)i], 256, traces[i], 1);
+    const emu::Result result = layer.run();
+    if (!result.ok) {
+        TEST_FAILED("%s", result.message.c_str());
+        return;
+    }
+    for (int i = 0; i < 2; i++) {
+        read(layer.ranks[(size_t)i], traces[i]);
+        CHECK_EQ(count(traces[i], MK_TRACE_call, false), 2); /* schedule, forward */
+        CHECK_EQ(count(traces[i], MK_TRACE_rank_barrier, false), 3);
     }
 }
 

@@ -384,18 +384,18 @@ MK_DEVICE void check_call(const mk_open_params &p)
 
 /* ---- the beginning of a call ---- */
 
-/* The block that has come last. */
+/* The block that has come last. It may have no track: its events go to the first one, whose block has come before it. */
 MK_DEVICE void open_and_check_call(const mk_begin_params &p)
 {
     const mk_rank_params &r = p.open.rank;
     {
-        const TraceLaunch trace(r, MK_TRACE_call, p.open.operation);
+        const TraceLaunch trace(r, MK_TRACE_call, p.open.operation, 0);
         if (thread_idx() == 0)
             open_call(p.open);
         barrier_block_sync();
     }
     if (p.then == MK_BEGIN_MEETS && !skipped(r)) { /* all ranks skip alike, so none waits for one that does not come */
-        const TraceLaunch trace(r, MK_TRACE_rank_barrier);
+        const TraceLaunch trace(r, MK_TRACE_rank_barrier, 0, 0);
         rank_barrier(r);
         barrier_block_sync(); /* a fault of the barrier sets `skip` */
     }

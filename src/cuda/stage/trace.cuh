@@ -134,13 +134,15 @@ MK_DEVICE void trace_close(const mk_rank_params &r, TraceShared &s)
 
 /* ---- kernels that do one thing: `const TraceLaunch trace(rank, kind);` at their top ---- */
 
-/* From its making to its end, as thread 0 of a block sees it, in lane main. Blocks without a track record nothing. */
+/* From its making to its end, as thread 0 of a block sees it, in lane main of a track: the block's own, if there is one. */
 struct TraceLaunch {
     const mk_rank_params &r;
+    const int32_t track;
     mk_trace_event event;
 
-    MK_MEMBER bool records() const { return trace_on(r) && thread_idx() == 0; }
-    MK_MEMBER TraceLaunch(const mk_rank_params &rank, mk_trace_kind kind, int32_t part = 0) : r(rank), event()
+    MK_MEMBER bool records() const { return r.trace.memory && track < r.trace.tracks && thread_idx() == 0; }
+    MK_MEMBER TraceLaunch(const mk_rank_params &rank, mk_trace_kind kind, int32_t part = 0) : TraceLaunch(rank, kind, part, (int32_t)block_idx()) {}
+    MK_MEMBER TraceLaunch(const mk_rank_params &rank, mk_trace_kind kind, int32_t part, int32_t to) : r(rank), track(to), event()
     {
         if (records())
             event = {time_ns(), 0, -1, 0, (uint16_t)part, (uint16_t)sm_idx(), (uint8_t)kind, MK_TRACE_LANE_main, 0, 0};
@@ -149,7 +151,7 @@ struct TraceLaunch {
     {
         if (!records())
             return;
-        mk_trace_head *ring = mk_trace_ring(&r.trace, block_idx(), MK_TRACE_LANE_main);
+        mk_trace_head *ring = mk_trace_ring(&r.trace, track, MK_TRACE_LANE_main);
         const uint32_t number = load(&ring->count);
         event.end_ns = time_ns();
         store(mk_trace_event_at(ring, r.trace.capacity - 1, number), event);
