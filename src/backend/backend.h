@@ -3,6 +3,7 @@
 #define MK_BACKEND_H
 
 #include "backend/operation.h"
+#include "base/error.h"
 #include "layout/config.h"
 #include "layout/memory.h"
 #include "layout/trace.h"
@@ -95,6 +96,16 @@ static inline const char *mk_operation_name(mk_operation operation)
 {
     static const char *const names[] = {"no call", "schedule", "forward", "recompute", "backward"};
     return operation >= 0 && operation <= MK_OP_BACKWARD ? names[operation] : "unknown call";
+}
+
+/* A rank in a call, for mk_fail_order: two ranks that call two workspaces of a group in different orders, of which neither will come to the other's. `low` is the
+ * smaller rank, so that both say the same. */
+typedef struct mk_place { int32_t rank; mk_operation operation; uint64_t layer; uint32_t workspace; } mk_place;
+static inline mok_status mk_fail_order(mk_place low, mk_place high)
+{
+    return mk_fail(MOK_E_MISMATCH, "ranks call two workspaces of a group in different orders: rank %d is in %s of layer %llu in workspace %u, rank %d in %s of "
+                   "layer %llu in workspace %u (counted as they were created)", (int)low.rank, mk_operation_name(low.operation), (unsigned long long)low.layer,
+                   (unsigned)low.workspace, (int)high.rank, mk_operation_name(high.operation), (unsigned long long)high.layer, (unsigned)high.workspace);
 }
 
 /* registry.c */

@@ -71,10 +71,8 @@ static mok_status check_order(const patience *p, int32_t r)
         const mk_call_head *ours = head_of(w, w->dims.rank), *low = w->dims.rank < r ? ours : theirs, *high = w->dims.rank < r ? theirs : ours;
         const mok_workspace *low_in = low == ours ? w : v, *high_in = low == ours ? v : w;
         w->broken = v->broken = true;
-        return mk_fail(MOK_E_MISMATCH, "ranks call two workspaces of a group in different orders: rank %d is in %s of layer %llu in workspace %u, rank %d in %s of "
-                       "layer %llu in workspace %u (counted as they were created)", (int)mk_min(w->dims.rank, r),
-                       mk_operation_name((mk_operation)low->operation), (unsigned long long)low->layer, low_in->number, (int)mk_max(w->dims.rank, r),
-                       mk_operation_name((mk_operation)high->operation), (unsigned long long)high->layer, high_in->number);
+        return mk_fail_order((mk_place){mk_min(w->dims.rank, r), (mk_operation)low->operation, low->layer, low_in->number},
+                             (mk_place){mk_max(w->dims.rank, r), (mk_operation)high->operation, high->layer, high_in->number});
     }
     return MOK_OK;
 }

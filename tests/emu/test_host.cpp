@@ -49,6 +49,8 @@ TEST(stats_are_those_of_the_cpu)
 /* --- mistakes -------------------------------------------------------------------------------------------------------------- */
 struct Mistake {
     mok_workspace *w = nullptr;
+    mok_group *group = nullptr;
+    mok_config config = MOK_INIT(mok_config); /* of w */
     int32_t rank = 0, ranks = 1;
     void *schedule = nullptr, *ids = nullptr, *x = nullptr, *weights = nullptr, *out = nullptr, *matrix = nullptr, *context[2] = {};
     size_t context_bytes = 0;
@@ -101,6 +103,8 @@ static void *mistake_main(void *argument)
     c.ring_rows = 256;
     c.backend = t.backend;
     c.timeout_ms = 60000;
+    m.group = t.group;
+    m.config = c;
     if (mok_workspace_create(t.group, &c, &m.w) != MOK_OK || mok_workspace_plan(m.w, &plan) != MOK_OK) {
         TEST_FAILED("%s", mok_last_error());
         return nullptr;
@@ -149,9 +153,9 @@ static std::vector<std::string> make_mistake(mok_backend_id backend, Script scri
     return said;
 }
 
-static void check_mistake(Script script, const char *part)
+static void check_mistake(Script script, const char *part, int32_t ranks = 3)
 {
-    const auto want = make_mistake(MOK_BACKEND_CPU, script, 3), got = make_mistake(MOK_BACKEND_CUDA, script, 3);
+    const auto want = make_mistake(MOK_BACKEND_CPU, script, ranks), got = make_mistake(MOK_BACKEND_CUDA, script, ranks);
     bool named = false;
     CHECK_EQ(got.size(), want.size());
     for (size_t i = 0; i < want.size() && i < got.size(); i++) {
@@ -203,6 +207,21 @@ static void refused_forward(Mistake &m)
     good_pass(m);
 }
 TEST(a_refused_forward_is_told_as_on_the_cpu) { check_mistake(refused_forward, "rank 0 refused its forward call of layer 4: out is NULL"); }
+
+/* Each rank begins with the workspace that the other one begins with last. */
+static void other_order(Mistake &m)
+{
+    mok_workspace *first = m.w, *second = nullptr;
+    CHECK_EQ(mok_workspace_create(m.group, &m.config, &second), MOK_OK);
+    mok_schedule_args s = m.schedule_args();
+    s.layer = 1 + (uint64_t)m.rank;
+    m.step(mok_schedule(m.rank ? second : first, &s, nullptr));
+    mok_workspace_destroy(second);
+}
+TEST(C6_two_workspaces_in_different_orders_are_named_as_on_the_cpu)
+{
+    check_mistake(other_order, "rank 0 is in schedule of layer 1 in workspace 1, rank 1 in schedule of layer 2 in workspace 2", 2);
+}
 
 static void other_layer(Mistake &m)
 {

@@ -132,7 +132,7 @@ static mok_status barrier(cuda_call *c, mok_status status)
     if (alone(c))
         return status;
     if (c->s->meets_on_host) {
-        MK_TRY(mk_cuda_meet(c->w, c->stream, c->operation, status, c->refused, &c->skip));
+        MK_TRY(mk_cuda_meet(c->w, c->stream, c->operation, c->open.layer, status, c->refused, &c->skip));
         return times_stage(c, MK_CUDA_mok_rank_barrier, MK_TASK_NONE);
     }
     return status == MOK_OK ? launch(c, MK_CUDA_mok_rank_barrier, 1, &c->s->rank, 0) : status;

@@ -59,7 +59,7 @@ static mok_status barrier(link_call *c, mok_status status)
 {
     bool skip = false;
     if (c->s->meets_on_host)
-        return mk_cuda_meet(c->w, c->stream, MK_OP_FORWARD, status, false, &skip);
+        return mk_cuda_meet(c->w, c->stream, MK_OP_FORWARD, 0, status, false, &skip);
     return status == MOK_OK ? launch(c, MK_CUDA_mok_rank_barrier, 1, &c->s->rank) : status;
 }
 

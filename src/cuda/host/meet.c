@@ -14,6 +14,12 @@ static bool one_barrier(int32_t operation) { return operation == MK_OP_SCHEDULE;
 /* The same verdict on every rank. */
 static mok_status judge(mok_workspace *w, const mk_cuda_arrival *all, bool *skip)
 {
+    for (int32_t r = 1; r < w->dims.num_ranks; r++)
+        if (all[r].workspace != all[0].workspace) {
+            w->broken = true;
+            return mk_fail_order((mk_place){0, (mk_operation)all[0].operation, all[0].layer, all[0].workspace},
+                                 (mk_place){r, (mk_operation)all[r].operation, all[r].layer, all[r].workspace});
+        }
     for (int32_t r = 0; r < w->dims.num_ranks; r++)
         if (all[r].failed) {
             w->broken = true;
@@ -24,7 +30,7 @@ static mok_status judge(mok_workspace *w, const mk_cuda_arrival *all, bool *skip
     return MOK_OK;
 }
 
-mok_status mk_cuda_meet(mok_workspace *w, mk_cu_stream stream, mk_operation operation, mok_status status, bool refused, bool *skip)
+mok_status mk_cuda_meet(mok_workspace *w, mk_cu_stream stream, mk_operation operation, uint64_t layer, mok_status status, bool refused, bool *skip)
 {
     mk_cuda_state *s = w->state;
     mk_cu_event event = s->meeting[s->meetings++ & 1];
@@ -35,6 +41,8 @@ mok_status mk_cuda_meet(mok_workspace *w, mk_cu_stream stream, mk_operation oper
         status = mk_cuda_fail(result, "recording the event of barrier %llu of rank %d", (unsigned long long)s->meetings, w->dims.rank);
     mine.event = event;
     mine.operation = (int32_t)operation;
+    mine.layer = layer;
+    mine.workspace = w->number;
     mine.refused = refused;
     mine.failed = (int32_t)status;
     if (status != MOK_OK)

@@ -57,7 +57,9 @@ typedef struct mk_cuda_times mk_cuda_times; /* times.c */
 /* What ranks that share a GPU tell each other at a barrier. */
 typedef struct mk_cuda_arrival {
     mk_cu_event event;       /* recorded behind everything that the barrier waits for */
+    uint64_t layer;
     int32_t operation;
+    uint32_t workspace;      /* its number in the group */
     int32_t refused;         /* the rank refuses this call */
     int32_t failed;          /* a mok_status: its driver failed */
     char sentence[MK_ERROR_BYTES];
@@ -146,7 +148,7 @@ mk_mx_matrix_params mk_cuda_mx_quantise_params(const mok_workspace *w, const mok
 
 /* meet.c: with the context current. `status` and `refused`: how this rank comes. *skip: the rest of the call does not take place,
  * because some rank refuses it or calls another operation; the device says so too. */
-mok_status mk_cuda_meet(mok_workspace *w, mk_cu_stream stream, mk_operation operation, mok_status status, bool refused, bool *skip);
+mok_status mk_cuda_meet(mok_workspace *w, mk_cu_stream stream, mk_operation operation, uint64_t layer, mok_status status, bool refused, bool *skip);
 
 /* times.c: with the context current and s->times not NULL, behind the beginning of a call, and behind each of its launches. kind: of a
  * launch of the backward's kernel. */
