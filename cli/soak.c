@@ -45,7 +45,7 @@ static bool run(const soak_settings *s, soak_counts *counts, int64_t *step, char
         uint64_t seed = seed_of(s, *step);
         ok = soak_step(seed, s->backend, s->dtype, counts, error, size);
         if (ok && s->faults && *step % s->faults == s->faults - 1) {
-            ok = soak_fault(seed, error, size);
+            ok = soak_fault(seed, s->backend, error, size);
             counts->faults += ok;
         }
         if (ok && s->processes && *step % s->processes == s->processes - 1) {
@@ -117,7 +117,7 @@ int command_soak(int argc, char **argv)
         ARG_INT("seconds", "S", &s.seconds, 0, 0, ARG_NO_LIMIT, "time, at most; 0 for no limit"),
         ARG_INT("seed", "N", &s.seed, 1, 0, ARG_NO_LIMIT, "of everything"),
         ARG_INT("first", "N", &s.first, 0, 0, ARG_NO_LIMIT, "number of the first step: to repeat one"),
-        ARG_INT("faults", "N", &s.faults, 10, 0, ARG_NO_LIMIT, "a fault on cpu ranks after every N-th step, 0 for none"),
+        ARG_INT("faults", "N", &s.faults, 10, 0, ARG_NO_LIMIT, "a fault on one of several ranks after every N-th step, 0 for none"),
         ARG_INT("processes", "N", &s.processes, 200, 0, ARG_NO_LIMIT, "after every N-th step, cpu ranks as processes, one of which ends; 0 for never"),
         ARG_STRING("backend", "NAME", &backend, "cpu", "cpu, or cuda: ranks share the first GPU"),
         ARG_STRING("dtype", "NAME", &dtype, "mixed", "bf16, mxfp8, or mixed: a quarter of the steps in mxfp8 (cuda: none)"),

@@ -21,7 +21,7 @@ bool soak_step(uint64_t seed, mok_backend_id backend, mok_dtype dtype, soak_coun
 
 /* One fault on a group of cpu ranks that `seed` decides: a bad expert id, a refusal, another layer, a rank that never comes. All ranks must be told the
  * same (of an absent rank: whom they miss), and the group, or a new one, must work afterwards. */
-bool soak_fault(uint64_t seed, char *error, size_t error_size);
+bool soak_fault(uint64_t seed, mok_backend_id backend, char *error, size_t error_size);
 
 /* Ranks as processes on the cpu backend, one of which is killed or stopped at a moment that `seed` decides. The others must be told who it was within
  * the time-out, give all memory back and go on without it; every step must have the bits of one rank. Forks: no other thread may run. */

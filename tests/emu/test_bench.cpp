@@ -292,10 +292,12 @@ TEST(check_and_soak_pass_in_mxfp8)
         TEST_FAILED("%s", checked.c_str());
     CHECK_STR(checked.c_str(), "weights widened before");
     int widened = 0;
-    const std::string soaked = run_command(command_soak, {"--backend", "cuda", "--dtype", "mxfp8", "--steps", "2", "--faults", "0", "--processes", "0"}, &status, 1,
+    const std::string seed = std::to_string(test_seed() % 100000); /* which decides what the faults are, too */
+    const std::string soaked = run_command(command_soak, {"--backend", "cuda", "--dtype", "mxfp8", "--steps", "4", "--seed", seed.c_str(), "--faults", "1", "--processes", "0"}, &status, 1,
                                            [&](const std::string &kernel, const void *) { widened += kernel == "mok_mx_widen_weights"; });
     CHECK_EQ(status, 0);
-    CHECK_STR(soaked.c_str(), "2 steps in");
+    CHECK_STR(soaked.c_str(), "4 steps in");
+    CHECK_STR(soaked.c_str(), "4 faults, each told to all ranks");
     CHECK(widened > 0);
 }
 

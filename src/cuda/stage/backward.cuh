@@ -141,6 +141,9 @@ template <bool Mx> MK_DEVICE void backward_init(const mk_backward_params &p, con
 
 /* ---- the program ---- */
 
+/* Row of a piece without rows: past every ring, so its operands are zeros; and small enough for what is made of it. */
+constexpr int32_t kNoPiece = kNoRows / 4;
+
 /* Of one thread. */
 template <bool Mx> struct BackwardProgram {
     const mk_backward_params &p;
@@ -214,7 +217,7 @@ private:
             const bool from_zero = piece.is_first || !is_wanted(p.grads[part.matrix]); /* not wanted: there is no sum to go on from */
             flags = (from_zero ? WGRAD_FIRST : 0) | (piece.is_last ? WGRAD_LAST : 0);
             task.num_rows = piece.rows;
-            task.row = (int32_t)ring_row(d, piece.tile_first);
+            task.row = piece.rows ? (int32_t)ring_row(d, piece.tile_first) : kNoPiece; /* what stands there is another expert's, and may be under way */
             task.expert = piece.expert;
         }
         task.kind |= part.matrix << WGRAD_MATRIX_SHIFT | flags;
@@ -304,7 +307,7 @@ private:
     MK_MEMBER LoadRun wgrad(const GemmTask &task, bool shared, int32_t half, int32_t which) const
     {
         const int32_t matrix = wgrad_matrix(task), all = task.num_k_blocks, step = (int32_t)block_depth(is_scaled<Mx>(task));
-        const int32_t fit = shared ? all : (int32_t)mk_min(k_blocks<Mx>(task, MK_RING_ROWS(&p.rank.dims) - task.row), all);
+        const int32_t fit = shared || task.row == kNoPiece ? all : (int32_t)mk_min(k_blocks<Mx>(task, MK_RING_ROWS(&p.rank.dims) - task.row), all);
         const mk_tensor_map *left = shared ? &p.shared_dout : Mx ? &p.wgrad_dout : &p.ring_dout, *right = shared ? &p.shared_wh : Mx ? &p.wgrad_h : &p.ring_h;
         if (matrix != MK_GRAD_DOWN)
             right = shared ? &p.shared_x : Mx ? &p.wgrad_x : &p.ring_x;
