@@ -64,7 +64,7 @@ def moe(
         if target != torch.bfloat16:
             error = TypeError(f"autocast is to {target}, but MoK computes in bfloat16: torch.autocast(\"{x.device.type}\", dtype=torch.bfloat16)")
             if engine is not None:
-                engine.refuse(lib.CALL_SCHEDULE if schedule is None else lib.CALL_FORWARD, layer, error)
+                engine.refuse_layer(schedule is None, layer, error)
             raise error
         x, gate, up, down, shared_gate, shared_up, shared_down, shared_output_gate = _cast(
             target, x, gate, up, down, shared_gate, shared_up, shared_down, shared_output_gate
