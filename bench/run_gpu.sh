@@ -121,7 +121,8 @@ run_pytest() { # NAME SECONDS ARGUMENTS...
 # --- parts ----------------------------------------------------------------------------------------------------------------
 # One GPU.
 part_1_right() {
-    build mok mok_tool test_gpu_layer test_gpu_mx
+    build mok mok_tool test_gpu_layer test_gpu_rows test_gpu_mx
+    gpu_step gpu_rows 100 "$build/test_gpu_rows"
     gpu_step gpu_tests 450 "$build/test_gpu_layer"
     gpu_step gpu_mx 60 "$build/test_gpu_mx"
 }

@@ -91,6 +91,22 @@ static inline void rig_check_errors(const layer_problem *p, const rig_references
     }
 }
 
+/* What MXFP8 may be away from the layer that quantises nothing; printed. */
+static inline void rig_check_mx(const char *name, const uint16_t *got, const double *exact, int64_t n)
+{
+    double most = 0, difference = 0, size = 0;
+    for (int64_t i = 0; i < n; i++) {
+        double d = fabs(layer_float(got[i]) - exact[i]);
+        most = d > most || isnan(d) ? d : most;
+        difference += d;
+        size += fabs(exact[i]);
+    }
+    printf("  %s: at most %.3g off, relative %.3g\n", name, most, difference / size);
+    CHECK_LE(most, 1.0);
+    CHECK_LE(difference / size, 0.1);
+    CHECK(difference / size > 0.005); /* it is not a bf16 layer */
+}
+
 /* --- counts ---------------------------------------------------------------------------------------------------------------------------- */
 typedef struct rig_counts { int64_t rotations, pulled_peer, copied, replayed, continued; } rig_counts;
 

@@ -441,48 +441,7 @@ TEST(a_shared_expert_alone_is_a_bf16_layer)
     layer_free(&p);
 }
 
-/* --- against the unquantised layer; memory; links ---------------------------------------------------------------------------------- */
-static void tolerance(const char *name, const uint16_t *got, const double *exact, int64_t n)
-{
-    double most = 0, difference = 0, size = 0;
-    for (int64_t i = 0; i < n; i++) {
-        double d = fabs(layer_float(got[i]) - exact[i]);
-        most = d > most || isnan(d) ? d : most;
-        difference += d;
-        size += fabs(exact[i]);
-    }
-    printf("  %s: at most %.3g off, relative %.3g\n", name, most, difference / size);
-    CHECK_LE(most, 1.0);
-    CHECK_LE(difference / size, 0.1);
-    CHECK(difference / size > 0.005); /* it is not a bf16 layer */
-}
-
-TEST(N10_errors_against_the_unquantised_layer)
-{
-    mok_config c = mx_config(256, 384, 8, 3);
-    layer_problem p;
-    layer_result got;
-    rig_references refs;
-    enum { TOKENS = RANKS_SLOW ? 40 : 160 };
-    c.shared_intermediate = 128;
-    if (!layer_make(&p, &c, TOKENS, LAYER_DISTINCT, 0, test_seed()))
-        exit(1);
-    for (int64_t i = 0; i < TOKENS * 256; i++) /* dout as the published tests have it */
-        p.dout[i] = layer_bf16(layer_float(p.dout[i]) / 16);
-    if (!rig_references_make(&refs, &p))
-        exit(1);
-    layer_options o = {.ranks = 4, .cpu_threads = 1};
-    rig_run("the layer", &p, &o, &got);
-    tolerance("out", got.out, refs.exact.out, TOKENS * 256);
-    tolerance("dx", got.dx, refs.exact.dx, TOKENS * 256);
-    tolerance("dgate", (uint16_t *)got.dgate, refs.exact.dgate, 8 * 256 * 384);
-    tolerance("dup", (uint16_t *)got.dup, refs.exact.dup, 8 * 256 * 384);
-    tolerance("ddown", (uint16_t *)got.ddown, refs.exact.ddown, 8 * 256 * 384);
-    layer_result_free(&got);
-    rig_references_free(&refs);
-    layer_free(&p);
-}
-
+/* --- memory; links --------------------------------------------------------------------------------------------------------------------- */
 TEST(P6_rows_pulled_are_half_the_bytes_and_counts_are_the_schedules)
 {
     layer_problem p;

@@ -5,34 +5,8 @@
 #include "layer.h"
 #include "reference.h"
 
-#include "backend/backend.h"
+#include "gpu.h"
 #include "layout/fault.h"
-#include "test.h"
-
-static bool have_gpu(void)
-{
-    mok_backend_info b = MOK_INIT(mok_backend_info);
-    for (int32_t i = 0; mok_backend_query(i, &b) == MOK_OK; i++)
-        if (b.id == MOK_BACKEND_CUDA && b.usable)
-            return true;
-    return false;
-}
-#define NEED_GPU() do { if (!have_gpu()) SKIP("no GPU that the cuda backend can use"); } while (0)
-
-/* NaN into everything that a pass may read before it was written. */
-static void poison_ring(mok_workspace *w, void *user)
-{
-    (void)user;
-    const mk_memory *m = &w->memory;
-    int64_t ranges[][2] = {{m->ring_x, m->counters}};
-    for (int i = 0; i < 1; i++) {
-        size_t bytes = (size_t)(ranges[i][1] - ranges[i][0]);
-        void *nan = malloc(bytes + 1);
-        memset(nan, 0xff, bytes);
-        CHECK_EQ(mok_memory_copy(w, w->local + ranges[i][0], nan, bytes), MOK_OK);
-        free(nan);
-    }
-}
 
 static mok_config shape_of(int64_t hidden, int64_t width, int64_t shared, int64_t experts, int64_t topk)
 {
@@ -45,13 +19,9 @@ static mok_config shape_of(int64_t hidden, int64_t width, int64_t shared, int64_
 /* Forward of a problem; false and a failed check if it does not run. */
 static bool run(const layer_problem *p, layer_options o, layer_result *r)
 {
-    int32_t devices[64];
-    const char *number = getenv("MOK_TEST_DEVICES"); /* how many GPUs the ranks are spread over; default 1: virtual ranks */
     char error[512];
     if (o.backend == MOK_BACKEND_CUDA) {
-        for (int32_t i = 0; i < 64; i++)
-            devices[i] = i % (number ? atoi(number) : 1);
-        o.devices = devices;
+        o.devices = gpu_devices();
         o.before_pass = poison_ring;
     }
     if (!layer_result_make(r, p, &o)) {
@@ -351,4 +321,4 @@ TEST(C3_a_thousand_repeats_have_the_same_bits)
     layer_free(&p);
 }
 
-int main(int argc, char **argv) { return test_main(argc, argv); }
+int main(int argc, char **argv) { return gpu_main(argc, argv); }
