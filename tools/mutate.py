@@ -29,7 +29,7 @@ RUN_BY = {
     "kernel/link": "",  # measures, and checks itself
     "kernel/mx": "mx",
     "layout/": "forward",
-    "stage/backward": "backward backward_sm100 mx_layer_sm100",
+    "stage/backward": "backward backward_sm100 mx_layer mx_layer_sm100",
     "stage/backward_sm100": "mx_wgrad_sm100 backward_sm100 mx_layer_sm100",
     "stage/call": "schedule trace forward",
     "stage/forward": "forward forward_sm100 mx_layer_sm100",
@@ -149,6 +149,8 @@ WRONG = [
     ("stage/forward.cuh", "signal(", "MK_COUNTER_s4_tasks_done", ["MK_COUNTER_s2_bwd_tasks_done"]),
     ("kernel/backward.cu", "gemm_begin(s.gemm, ", "1", ["0", "2"]),
     ("stage/backward.cuh", "mbar_init(smem_addr(&s.ready[i]), ", "1", ["2"]),
+    ("stage/backward.cuh", "task.row = ", "piece.rows ? (int32_t)ring_row(d, piece.tile_first) : kNoPiece", ["(int32_t)ring_row(d, piece.tile_first)"]),
+    ("stage/backward.cuh", "fit = ", "shared || task.row == kNoPiece", ["shared"]),
     ("stage/s1_dispatch.cuh", "walk ? ", "mk_tile_before(walk, r.dims.ring_tiles, tile)", ["-1", "mk_tile_before(walk, r.dims.ring_tiles + 1, tile)"]),
     ("stage/s1_dispatch.cuh", "d.duplicates = ", "(int32_t)population_count(behind & ~(behind + 1))", ["0", "(int32_t)population_count(behind)"]),
     ("stage/s1_dispatch.cuh", "(uint32_t)d.duplicates == ", "Rows - 1", ["Rows"]),

@@ -241,6 +241,23 @@ TEST(gradients_in_one_call_or_two_and_from_quantised_weights)
     layer_free(&p);
 }
 
+/* Their weight gradients are zeros, and must not come from what stands in the ring where their rows would be: that is another expert's, and may be
+ * under way. */
+TEST(experts_without_rows_read_none_of_others)
+{
+    for (mok_dtype dtype : {MOK_MXFP8, MOK_BF16}) {
+        layer_problem p = make_problem(24, 0, 25, 128, 64);
+        Run run = make_run(dtype == MOK_BF16 ? "bf16" : "MXFP8", 1, 512, 128, MOK_SAVE_RING);
+        p.cfg.dtype = dtype;
+        p.cfg.topk = 1;
+        for (int64_t t = 0; t < p.tokens; t++) /* to every second expert; in front of each stands one without rows */
+            p.expert_ids[t] = 1 + (int32_t)(t % 12) * 2;
+        const StepResult got = run_layer(p, run);
+        check_close(run, got, run_layer(p, on_cpu(run)), dtype == MOK_BF16 ? 1.0 : kMore);
+        layer_free(&p);
+    }
+}
+
 TEST(stats_are_those_of_the_cpu)
 {
     layer_problem p = mx_problem(150, 0);
