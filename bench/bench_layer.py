@@ -17,6 +17,8 @@ sends every row to rank 0. With either, floating-point work is that of the busie
 
 --against-ep1 measures in the same rounds what each rank would take alone. Uniform routing: T tokens over its own experts, as many rows as
 before. Skewed routing: all ranks' tokens, and of their routes those to this rank: its row table, row for row.
+
+--capacity measures in the same rounds the same tokens in a workspace for more of them: time is to follow the rows that there are.
 Without installing: PYTHONPATH=python MOK_LIBRARY=build/libmok.so.
 """
 
@@ -227,15 +229,18 @@ class Layer:
             self.engines["anew"] = self._engine(group, self.declared, self.ids, (self.x, self.dout, self.router_weights), self.weights, options.dtype, self.shared, keep=False)
         if options.against_ep1 and group.size > 1:
             self.engines["ep1"] = self._alone()
+        if options.capacity:
+            self.engines["roomy"] = self._engine(group, self.declared, self.ids, (self.x, self.dout, self.router_weights), self.weights, options.dtype, self.shared,
+                                                 most=max(self.tokens, options.capacity // options.scale))
 
     def _shared_width(self, shared):
         if not self.options.shared:
             return 0
         return max(64, shared // self.options.scale // 64 * 64) if shared else 0
 
-    def _engine(self, group, experts, ids, inputs, weights, dtype, shared, keep=True):
+    def _engine(self, group, experts, ids, inputs, weights, dtype, shared, keep=True, most=0):
         o = self.options
-        shape = mok.Shape(self.hidden, self.width, experts, self.topk, ids.shape[0], shared_intermediate=shared, gate_up="combined", dtype=dtype, save=o.save, mx_keep_wide=keep,
+        shape = mok.Shape(self.hidden, self.width, experts, self.topk, most or ids.shape[0], shared_intermediate=shared, gate_up="combined", dtype=dtype, save=o.save, mx_keep_wide=keep,
                           ring_rows=o.ring_rows, minibatch_rows=o.minibatch_rows, minibatch_rows_bwd=o.minibatch_rows)
         return Engine(shape, group, ids, inputs, weights)
 
@@ -435,10 +440,10 @@ def percentile(values, q):
 
 def contestants(layer, what, other):
     """name -> what is called, in the order of a round."""
-    ours, plain = layer.mok, {"forward": layer.plain, "backward": layer.plain_backward, "train": layer.plain_train}[what]
-    total = {"forward": ours.run_total, "train": ours.run_train_total}.get(what)
+    ours, roomy, plain = layer.mok, layer.engines.get("roomy"), {"forward": layer.plain, "backward": layer.plain_backward, "train": layer.plain_train}[what]
+    total, roomy_total = ({"forward": engine.run_total, "train": engine.run_train_total}.get(what) if engine else None for engine in (ours, roomy))
     named = {"mok": ours.run(what), "total": total, "plain": plain, "dense": layer.make_dense(what), "schedule": ours.run_schedule if what == "forward" else None,
-             "other": (lambda: plain(other)) if other else None, **{name: engine.run(what) for name, engine in layer.engines.items()}}
+             "other": (lambda: plain(other)) if other else None, **{name: engine.run(what) for name, engine in layer.engines.items()}, "roomy_total": roomy_total}
     return {name: function for name, function in named.items() if function}
 
 
@@ -509,13 +514,19 @@ def record_of(layer, what, mode, times, host, error, machine, commit, options):
             ratio = quartiles([m / t for m, t in zip(times["mok"], times[name])])
             record.update({f"{name}_ms": statistics.median(times[name]), f"{name}_ring_rows": layer.engines[name].workspace.plan.ring_rows, key: ratio[1],
                            f"{key}_quartiles": ratio})
+    for name, fitting, key in (("roomy", "mok", "capacity_ratio"), ("roomy_total", "total", "capacity_total_ratio")):
+        if name in times:
+            workspace, ratio = layer.engines["roomy"].workspace, quartiles([t / m for m, t in zip(times[fitting], times[name])])
+            record.update({"capacity": workspace.shape.max_tokens, "capacity_ring_rows": workspace.plan.ring_rows, f"{name}_ms": statistics.median(times[name]),
+                           key: ratio[1], f"{key}_quartiles": ratio})
     return record
 
 
 # --- output -------------------------------------------------------------------------------------------------------------
 COLUMNS = (("shape", 26), ("T", 6), ("H", 6), ("I", 6), ("E", 4), ("K", 3), ("pass", 9), ("mode", 10), ("ms p50", 9), ("p99", 9), ("TFLOP/s", 8), ("dense", 7),
            ("of dense (quartiles)", 21), ("sched", 7), ("total", 8), ("plain", 8), ("speedup (quartiles)", 20), ("MHz", 5), ("pad", 5), ("host us", 8),
-           ("of EP 1", 8), ("of bf16", 8), ("of uncached", 11))
+           ("of EP 1", 8), ("of bf16", 8), ("of uncached", 11),
+           ("in roomy", 8))
 
 
 def print_head():
@@ -533,7 +544,7 @@ def print_row(r):
              number(r["tflops"], 1), number(r["dense_tflops"], 1), three(r["dense_ratio_quartiles"]), number(r["schedule_ms"], 3), number(r["total_ms"], 3),
              number(r["baseline_ms"], 3), three(r["speedup_quartiles"]), number(r["sm_clock"], 0), f"{100 * r['padding_share']:.0f}%", number(r["host_us"], 0),
              number(r.get("ratio_to_ep1", r.get("ratio_to_ep1_same_table")), 3), number(r.get("ratio_to_bf16"), 3),
-             number(r.get("ratio_to_without_weight_cache"), 3))
+             number(r.get("ratio_to_without_weight_cache"), 3), number(r.get("capacity_ratio"), 3))
     print("  ".join(f"{cell!s:<{width}}" if i == 0 else f"{cell!s:>{width}}" for i, (cell, (_, width)) in enumerate(zip(cells, COLUMNS))), flush=True)
 
 
@@ -572,6 +583,7 @@ def parse(arguments=None):
     p.add_argument("--without-weight-cache", action="store_true",
                    help="mxfp8 on Hopper: also with weights that every pass widens anew, in the same rounds; otherwise they are widened once and kept")
     p.add_argument("--against-ep1", action="store_true", help="with ranks: also every rank by itself, with the same rows")
+    p.add_argument("--capacity", type=int, default=0, help="also in a workspace for so many tokens per rank: `in roomy` is its time over that of the one that fits")
     p.add_argument("--modes", default="burst,sustained")
     p.add_argument("--pairs", type=int, default=24, help="rounds, each with every contestant")
     p.add_argument("--warmup", type=int, default=3)

@@ -11,6 +11,7 @@
 #   MOK_COMMIT   commit for the records, where there is no .git        MOK_ARCHS    CUDA architectures (default 90a)
 #   MOK_PYTHON   a Python with PyTorch (default python3)               MOK_SHAPES   of bench_layer.py (default: those of the goals)
 #   MOK_OTHER    a file for bench_layer.py --other-baseline            MOK_PAIRS    rounds of bench_layer.py (default 20)
+#   MOK_BUILD_UNBOUNDED   1-waits: a build with -DMOK_UNBOUNDED_WAITS=ON; given, neither it nor the one in $MOK_BUILD is built there
 cd "$(dirname "$0")/.." || exit 1
 
 part=${1:-list} out=${2:-bench/results} dry=""
@@ -67,7 +68,8 @@ gpu_step() { if [ -n "$dry" ]; then skip "$1" "needs a GPU"; else step "$@"; fi;
 build_targets() {
     local cuda=ON
     [ -n "$dry" ] && cuda=OFF
-    cmake -S . -B "$build" -DCMAKE_BUILD_TYPE=Release -DMOK_CUDA=$cuda -DMOK_CUDA_ARCHS="${MOK_ARCHS:-90a}" -DMOK_CUDA_LINES="${MOK_LINES:-OFF}" -DMOK_WERROR=OFF && cmake --build "$build" -j "$(nproc)" --target "$@"
+    cmake -S . -B "$build" -DCMAKE_BUILD_TYPE=Release -DMOK_CUDA=$cuda -DMOK_CUDA_ARCHS="${MOK_ARCHS:-90a}" -DMOK_CUDA_LINES="${MOK_LINES:-OFF}" -DMOK_UNBOUNDED_WAITS="${unbounded:-OFF}" -DMOK_WERROR=OFF &&
+        cmake --build "$build" -j "$(nproc)" --target "$@"
 }
 build() { LINES_SHOWN=1 step build 200 bash -c 'build_targets "$@"' build "$@"; }
 
@@ -198,6 +200,28 @@ part_1_yield() {
     build mok test_gpu_layer
     gpu_step bits 30 "$build/test_gpu_layer" Y1_clusters_that_leave_change_no_bit
     LINES_SHOWN=25 gpu_step yield 90 env MOK_BUILD="$build" bash bench/yield.sh --json "$out/yield-h200.json"
+}
+# Time follows the rows that there are, not those that there may be: 64 tokens in a workspace for 8,192 beside one for 64.
+part_1_live() {
+    build mok
+    bench live-h200 500 --passes forward,train --modes burst --save all --tokens 64 --capacity 8192 --shapes "$shapes"
+}
+# Two virtual ranks on one GPU beside one rank with the rows of both.
+part_1_virtual() {
+    build mok_tool
+    local where=()
+    [ -n "$dry" ] && where=(--backend cpu --rounds 3 --repeat 3)
+    step virtual 500 "$python" bench/virtual.py --mok "$build/mok" --json "$out/virtual-h200.json" "${where[@]}"
+}
+# What it costs that kernels' waits are bounded.
+part_1_waits() {
+    local other=${MOK_BUILD_UNBOUNDED:-$build-unbounded} where=()
+    [ -n "$dry" ] && where=(--device cpu --scale 32 --starts 2 --rounds 2 --calls 2)
+    if [ -z "${MOK_BUILD_UNBOUNDED:-}" ]; then
+        build mok
+        LINES_SHOWN=1 step build-unbounded 200 env build="$other" unbounded=ON bash -c 'build_targets mok'
+    fi
+    step waits 400 "$python" bench/waits.py --bounded "$build/libmok.so" --unbounded "$other/libmok.so" --json "$out/waits-h200.json" "${where[@]}"
 }
 part_1_link() {
     build mok_tool

@@ -19,8 +19,8 @@ bool soak_spoils(const char *what);
  * several ranks are compared byte by byte with one rank's, and with a repetition. False and a sentence. */
 bool soak_step(uint64_t seed, mok_backend_id backend, mok_dtype dtype, soak_counts *counts, char *error, size_t error_size);
 
-/* One fault on a group of cpu ranks that `seed` decides: a bad expert id, a refusal, another layer, a rank that never comes. All ranks must be told the
- * same (of an absent rank: whom they miss), and the group, or a new one, must work afterwards. */
+/* One fault on a group of ranks of `backend` (cuda: virtual ones, which share a GPU) that `seed` decides: a bad expert id, a refusal, another layer, a rank
+ * that never comes. All ranks must be told the same (of an absent rank: whom they miss), and the group, or a new one, must work afterwards. */
 bool soak_fault(uint64_t seed, mok_backend_id backend, char *error, size_t error_size);
 
 /* Ranks as processes on the cpu backend, one of which is killed or stopped at a moment that `seed` decides. The others must be told who it was within

@@ -7,6 +7,7 @@
 # Needs no CUDA language support of CMake and links nothing. Spills and serialised wgmma are errors (tools/check_ptxas.sh).
 set(MOK_CUDA AUTO CACHE STRING "Kernels for GPUs: AUTO, ON or OFF")
 set(MOK_CUDA_ARCHS "90a;100a;103a" CACHE STRING "GPU architectures to compile for")
+option(MOK_UNBOUNDED_WAITS "For bench/waits.py alone: kernels whose waits look at no clock, so that what goes wrong hangs for ever" OFF)
 option(MOK_CUDA_LINES "Keep lines of the source for debuggers and profilers in the kernels" OFF)
 set_property(CACHE MOK_CUDA PROPERTY STRINGS AUTO ON OFF)
 
@@ -65,9 +66,14 @@ mk_cuda_image_start:
   if(MOK_CUDA_LINES)
     set(lines -lineinfo)
   endif()
+  set(waits "")
+  if(MOK_UNBOUNDED_WAITS)
+    set(waits -DMK_UNBOUNDED_WAITS)
+    message(STATUS "cuda: waits of kernels are unbounded, to be measured and not to be used")
+  endif()
   add_custom_command(OUTPUT ${out}/kernels.fatbin
     COMMAND sh ${PROJECT_SOURCE_DIR}/tools/check_ptxas.sh ${out}/ptxas.log
-            ${MOK_NVCC} -fatbin -t 2 ${gencode} -std=c++17 -O3 -fmad=false ${lines} -Xptxas -v -I${source_dir} -I${PROJECT_SOURCE_DIR}/include
+            ${MOK_NVCC} -fatbin -t 2 ${gencode} -std=c++17 -O3 -fmad=false ${lines} ${waits} -Xptxas -v -I${source_dir} -I${PROJECT_SOURCE_DIR}/include
             -o ${out}/kernels.fatbin ${out}/kernels.cu
     DEPENDS ${kernels} ${headers} ${out}/kernels.cu ${PROJECT_SOURCE_DIR}/tools/check_ptxas.sh
     COMMENT "nvcc: kernels for sm_${archs}" VERBATIM)

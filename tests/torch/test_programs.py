@@ -71,3 +71,17 @@ def test_bench_layer_draws_zipf_and_computes_in_mxfp8(tmp_path):
     assert r["dtype"] == "mxfp8" and r["ratio_to_bf16"] > 0 and r["ratio_to_ep1_same_table"] > 0 and r["ratio_to_without_weight_cache"] > 0
     assert r["T"] * r["K"] < r["busiest_rows"] < 2 * r["T"] * r["K"]  # skewed, but not onto one rank
     assert 0.001 < r["error"] < 0.08  # what MXFP8 loses against bf16: something, and no more
+
+
+def test_bench_layer_compares_with_a_workspace_for_more_tokens(tmp_path):
+    records = bench_layer(tmp_path, 1, "--shapes", "kimi-k2.7-code-share", "--passes", "forward,train", "--tokens", "20", "--capacity", 32 * 700)
+    for r in records:
+        assert r["capacity"] == 700 and r["capacity_ring_rows"] > r["ring_rows"] and r["capacity_ratio"] > 0 and r["capacity_total_ratio"] > 0
+
+
+def test_waits_of_two_libraries_are_compared_round_by_round(tmp_path):
+    library = mok._library.library().path
+    out = run("bench/waits.py", "--bounded", library, "--unbounded", library, "--device", "cpu", "--scale", 32, "--shapes", "kimi-k2.7-code-share", "--starts", 2, "--rounds", 2,
+              "--calls", 1, "--json", tmp_path / "w.json")
+    records = json.loads((tmp_path / "w.json").read_text())
+    assert [r["pass"] for r in records] == ["forward", "backward"] and all(r["rounds"] == 4 and 0.1 < r["ratio"] < 10 for r in records) and "quartiles" in out
