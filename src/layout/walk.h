@@ -80,7 +80,8 @@ typedef struct mk_walk {
     int64_t shared_tasks, num_tasks;
 } mk_walk;
 
-/* Tiles of a group: about 16, and such that the groups of a minibatch are alike: a last one of a tile or two would read all of an expert's weights for these alone. */
+/* Tiles of a group: about 16, and such that the groups of a minibatch are alike: a last one of a tile or two would read all of an expert's weights for these alone. Up to
+ * 160 tiles (20,480 rows) the last has at least half of what the others have; beyond, it may be short, one of many. */
 MK_FN int32_t mk_walk_group(int64_t mb_tiles) { return (int32_t)mk_ceil_div(mb_tiles, mk_max((mb_tiles + 8) / 16, 1)); }
 
 /* Tiles [*first, *end) of the walk's step m. */

@@ -204,6 +204,21 @@ TEST(every_task_once_in_the_drawn_order)
     CHECK(most > 4);
 }
 
+/* All tiles of an expert that take turns at a part read its weights once: groups are neither small nor too many for a cache. */
+TEST(groups_of_a_minibatch_are_alike)
+{
+    for (int64_t tiles = 1; tiles <= 5000; tiles++) {
+        int64_t group = mk_walk_group(tiles), groups = mk_ceil_div(tiles, group), last = tiles - (groups - 1) * group;
+        if (tiles < 24)
+            CHECK_EQ(group, tiles); /* one group */
+        else
+            CHECK(group >= 12 && group <= 20);
+        if (tiles <= 160)
+            CHECK(2 * last >= group);
+        CHECK(last >= 1);
+    }
+}
+
 TEST(kinds_left_out_leave_no_task)
 {
     /* grid.dispatch = 0 is how a communication role takes rows out of the walk. */
