@@ -753,7 +753,7 @@ TEST(N3_tokens_that_are_not_finite_stay_with_themselves)
     for (int32_t ranks = 1; ranks <= 2; ranks++) {
         layer_options o = small_ring(ranks);
         run_row("not finite", &p, &o, &r);
-        run_row("finite", &clean, &o, &want);
+        run_against_oracle("finite", &clean, &o, &want);
         for (int t = 0; t < TOKENS; t++) {
             bool out = t == 7 || t == 21 || t == 40, gradient = out || t == 33;
             if (!out)
@@ -890,7 +890,7 @@ TEST(C6_frozen_experts_are_left_alone_and_flags_come)
     layer_options o = small_ring(2);
     run_row("all experts", &p, &o, &want);
     o.grads_by_pointer = true;
-    o.frozen_expert = 1 + 3;
+    o.frozen_expert = 1 + 4;
     o.ready_value = 41;
     run_row("one frozen", &p, &o, &r);
     int64_t bytes = c.intermediate * c.hidden * 2;
@@ -899,7 +899,7 @@ TEST(C6_frozen_experts_are_left_alone_and_flags_come)
                    *all[] = {(char *)want.dgate + e * bytes, (char *)want.dup + e * bytes, (char *)want.ddown + e * bytes};
         CHECK_EQ(r.ready[e], 41);
         for (int m = 0; m < 3; m++)
-            if (e != 3)
+            if (e != 4)
                 CHECK_BYTES(got[m], all[m], (size_t)bytes);
             else
                 for (int64_t i = 0; i < bytes; i++)

@@ -80,6 +80,38 @@ def test_A3_a_captured_graph_replays_with_other_routes(device):
     assert engine.stats()["forwards"] == engine.stats()["schedules"] == 2002
 
 
+def test_A3_a_captured_forward_and_backward_replay_with_other_routes(device):
+    """Without a GPU the same steps without a graph."""
+    p = reference.make(device=device)
+    engine = mok.engine(group=one(device), hidden=128, intermediate=64, num_experts=8, topk=2, max_tokens=64)
+    ids, dout, leaves = p.expert_ids.int(), p.dout.clone(), [t.clone().requires_grad_() for t in (p.x, p.router_weights, p.gate, p.up, p.down)]
+
+    def step(**how):
+        out = mok.moe(leaves[0], ids, *leaves[1:], **how)
+        return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+    engine.prepare()
+    results, graph = step(engine=engine), None
+    if device.type == "cuda":
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = step(engine=engine)
+    for seed in range(200 if graph else 5):
+        q = reference.make(seed=seed, device=device)
+        ids.copy_(q.expert_ids)
+        dout.copy_(q.dout)
+        with torch.no_grad():
+            leaves[0].copy_(q.x)
+            leaves[1].copy_(q.router_weights)
+        if graph:
+            graph.replay()
+        else:
+            results = step(engine=engine)
+        assert all(torch.equal(a, b) for a, b in zip(results, step()))
+    engine.wait()
+    assert engine.stats()["backwards"] == (201 if graph else 6)
+
+
 def test_A4_prepare_opens_the_workspace_before_the_first_call(device):
     engine = mok.engine(group=one(device), hidden=128, intermediate=64, num_experts=8, topk=2, max_tokens=77)
     assert not engine._open
