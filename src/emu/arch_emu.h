@@ -44,6 +44,7 @@ uint32_t cluster_addr(uint32_t addr, uint32_t rank);
 template <class T> T load(const T *p) { T v; emu::memory_read(p, &v, sizeof v); return v; }
 template <class T> void store(T *p, T value) { emu::memory_write(p, &value, sizeof value); }
 Vec4 load_shared_b128(uint32_t addr);
+void store_shared_b64(uint32_t addr, uint32_t x, uint32_t y);
 void store_shared_b128(uint32_t addr, Vec4 v);
 void store_matrix_x4(uint32_t addr, const uint32_t (&r)[4]);
 void load_matrix_x4(uint32_t addr, uint32_t (&r)[4]);
@@ -158,6 +159,7 @@ MK_DEVICE uint32_t multiply_bf16x2(uint32_t a, uint32_t b)
 }
 MK_DEVICE uint32_t pack_e4m3(float low, float high) { return emu::float_to_e4m3(low) | (uint32_t)emu::float_to_e4m3(high) << 8; }
 MK_DEVICE float bits_to_float(uint32_t bits) { float f; memcpy(&f, &bits, sizeof f); return f; }
+MK_DEVICE uint32_t float_to_bits(float f) { uint32_t bits; memcpy(&bits, &f, sizeof bits); return bits; }
 
 void wgmma_fence();
 void wgmma_commit();

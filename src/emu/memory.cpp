@@ -326,6 +326,16 @@ Vec4 load_shared_b128(uint32_t addr)
     return v;
 }
 
+void store_shared_b64(uint32_t addr, uint32_t x, uint32_t y)
+{
+    step();
+    const Place place = resolve(addr, 8, "store_shared_b64");
+    const uint32_t both[2] = {x, y};
+    if (addr % 8)
+        fail("store_shared_b64 to address %08x: not a multiple of 8", addr);
+    shared_plain_write(*place.cta, place.offset, both, 8);
+}
+
 void store_shared_b128(uint32_t addr, Vec4 v)
 {
     step();

@@ -37,8 +37,13 @@ MK_DEVICE uint32_t cluster_addr(uint32_t addr, uint32_t rank)
 /* ---- plain memory: no order, no scope ---- */
 template <class T> MK_DEVICE T load(const T *p) { return *p; }
 template <class T> MK_DEVICE void store(T *p, T value) { *p = value; }
+/* Global memory. By hand, because the compiler makes four stores of one where it has little room: four times the requests, each of a part of a sector. */
+MK_DEVICE void store(Vec4 *p, Vec4 v)
+{ asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" :: "l"(__cvta_generic_to_global(p)), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory"); }
 MK_DEVICE Vec4 load_shared_b128(uint32_t addr)
 { Vec4 v; asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(addr) : "memory"); return v; }
+MK_DEVICE void store_shared_b64(uint32_t addr, uint32_t x, uint32_t y)
+{ asm volatile("st.shared.v2.b32 [%0], {%1, %2};" :: "r"(addr), "r"(x), "r"(y) : "memory"); }
 MK_DEVICE void store_shared_b128(uint32_t addr, Vec4 v)
 { asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" :: "r"(addr), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory"); }
 /* Four 8x8 matrices of 16-bit elements: lane i gives the address of row i%8 of matrix i/8, register m holds matrix m, in
@@ -75,8 +80,9 @@ MK_DEVICE bool elect_one()
 
 /* ---- barriers of a CTA and of a cluster ---- */
 MK_DEVICE void barrier_block_sync() { __syncthreads(); }
-MK_DEVICE void barrier_named_sync(uint32_t id, uint32_t threads) { asm volatile("bar.sync %0, %1;" :: "r"(id), "r"(threads) : "memory"); }
-MK_DEVICE void barrier_named_arrive(uint32_t id, uint32_t threads) { asm volatile("bar.arrive %0, %1;" :: "r"(id), "r"(threads) : "memory"); }
+/* These instructions want a whole warp: its lanes meet first, wherever a branch has left them. */
+MK_DEVICE void barrier_named_sync(uint32_t id, uint32_t threads) { __syncwarp(); asm volatile("bar.sync %0, %1;" :: "r"(id), "r"(threads) : "memory"); }
+MK_DEVICE void barrier_named_arrive(uint32_t id, uint32_t threads) { __syncwarp(); asm volatile("bar.arrive %0, %1;" :: "r"(id), "r"(threads) : "memory"); }
 MK_DEVICE void barrier_cluster_arrive_release() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 MK_DEVICE void barrier_cluster_wait_acquire() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
@@ -221,6 +227,7 @@ MK_DEVICE uint32_t multiply_bf16x2(uint32_t a, uint32_t b) { uint32_t r; asm("mu
 /* Two e4m3 in 16 bits: rounded to nearest, ties to even; beyond 448, infinities too: 448; NaN: 0x7f. */
 MK_DEVICE uint32_t pack_e4m3(float low, float high) { uint16_t r; asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(high), "f"(low)); return r; }
 MK_DEVICE float bits_to_float(uint32_t bits) { return __uint_as_float(bits); }
+MK_DEVICE uint32_t float_to_bits(float f) { return __float_as_uint(f); }
 
 } /* namespace mk */
 #endif
