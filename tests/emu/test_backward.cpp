@@ -290,6 +290,16 @@ TEST(half_a_tile_of_rows_and_one_more)
     layer_free(&p);
 }
 
+/* Whole tiles: every row and column that a warp has of one. */
+TEST(tiles_without_padding)
+{
+    layer_problem p = make_problem(128, 0, 2, 64, 128);
+    for (int64_t i = 0; i < 256; i++)
+        p.expert_ids[i] = i % 2;
+    compare(p, {make_run("nothing saved", 1, 256, 128, MOK_SAVE_NONE)});
+    layer_free(&p);
+}
+
 TEST(stats_are_those_of_the_cpu)
 {
     layer_problem p = make_problem(150, 0);

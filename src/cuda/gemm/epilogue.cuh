@@ -113,34 +113,7 @@ struct LanePlaces {
                 store(reinterpret_cast<Vec4 *>(base + tile + (lane + 4 * i * cols) + col + lane_idx() % 8 * 8), v);
         }
     }
-    /* The other way into registers: 16 bytes of each row, zeros for rows that do not exist. put_pieces takes them on into staging memory. */
-    MK_MEMBER void read(const bf16 *base, uint32_t col, Vec4 (&v)[4])
-    {
-        pin_register(tile);
-        pin_register(lane);
-        MK_UNROLL for (uint32_t i = 0; i < 4; i++) {
-            v[i] = {0, 0, 0, 0};
-            if (4 * i < rows)
-                v[i] = load(reinterpret_cast<const Vec4 *>(base + tile + (lane + 4 * i * cols) + col + lane_idx() % 8 * 8));
-        }
-    }
-    /* The same without registers: on the way until copy_async_wait. */
-    MK_MEMBER void fetch(const bf16 *base, uint32_t col, uint32_t half)
-    {
-        pin_register(tile);
-        pin_register(lane);
-        MK_UNROLL for (uint32_t i = 0; i < 4; i++) {
-            const bool there = 4 * i < rows;
-            copy_async_b128(chunk_piece(half, 4 * i + lane_idx() / 8, lane_idx() % 8), there ? base + tile + (lane + 4 * i * cols) + col + lane_idx() % 8 * 8 : base, there);
-        }
-    }
 };
-
-MK_DEVICE void put_pieces(uint32_t half, const Vec4 (&v)[4])
-{
-    MK_UNROLL for (uint32_t i = 0; i < 4; i++)
-        store_shared_b128(chunk_piece(half, 4 * i + lane_idx() / 8, lane_idx() % 8), v[i]);
-}
 
 MK_DEVICE void pack_chunk(const float (&v)[32], uint32_t (&packed)[16])
 {
@@ -150,6 +123,9 @@ MK_DEVICE void pack_chunk(const float (&v)[32], uint32_t (&packed)[16])
 
 /* ---- plain: the result as it is, rounded to bf16 ---- */
 
+/* Of block `block` of the accumulators, whose first row is first_row. Rows may bring their own (stage/rows.cuh). */
+template <class Tile, class Rows> MK_DEVICE void find_lane_rows(LaneRows &to, const Rows &rows, const GemmTask &task, uint32_t, uint32_t first_row) { to.find(rows, task, first_row); }
+
 template <class Rows> struct StoreRows {
     Rows rows;
     template <class Tile> MK_MEMBER void operator()(const GemmTask &task, const Acc<Tile> &acc, const WarpOut &out) const
@@ -158,7 +134,7 @@ template <class Rows> struct StoreRows {
             if (out.row + m * Acc<Tile>::block_rows >= (uint32_t)task.num_rows)
                 return;
             LaneRows to;
-            to.find(rows, task, out.row + m * Acc<Tile>::block_rows);
+            find_lane_rows<Tile>(to, rows, task, m, out.row + m * Acc<Tile>::block_rows);
             MK_UNROLL for (uint32_t c = 0; c < Tile::cols / 64; c++) {
                 const int64_t col = task.col + 64 * (int64_t)c;
                 float v[32];
@@ -185,39 +161,62 @@ MK_DEVICE float swiglu(float gate, float up, float limit)
     return g * reciprocal_approx(1.0f + exp2_approx(g * -1.44269504f)) * u;
 }
 
-MK_DEVICE void swiglu_chunk(const uint32_t (&gate)[16], const uint32_t (&up)[16], float limit, uint32_t (&h)[16])
+MK_DEVICE Vec4 swiglu8(const Vec4 &gate, const Vec4 &up, float limit)
 {
-    MK_UNROLL for (uint32_t i = 0; i < 16; i++)
-        h[i] = pack_bf16(swiglu(bits_to_float(gate[i] << 16), bits_to_float(up[i] << 16), limit),
-                         swiglu(bits_to_float(gate[i] & 0xffff0000u), bits_to_float(up[i] & 0xffff0000u), limit));
+    const uint32_t g[4] = {gate.x, gate.y, gate.z, gate.w}, u[4] = {up.x, up.y, up.z, up.w};
+    uint32_t h[4];
+    MK_UNROLL for (uint32_t i = 0; i < 4; i++)
+        h[i] = pack_bf16(swiglu(bits_to_float(g[i] << 16), bits_to_float(u[i] << 16), limit),
+                         swiglu(bits_to_float(g[i] & 0xffff0000u), bits_to_float(u[i] & 0xffff0000u), limit));
+    return {h[0], h[1], h[2], h[3]};
 }
 
-/* visit(row, col, gate, up, h): every chunk of h that this warp has of a tile, packed; task.col counts columns of h, `cols` in all, and a tile makes
- * Tile::cols / 2 of them. `row`: the chunk's first in the tile. */
-template <class Tile, class Visit> MK_DEVICE void each_swiglu_chunk(const GemmTask &task, const Acc<Tile> &acc, uint32_t first_row, int64_t cols, float limit, const Visit &visit)
+/* Chunk q of gate and of up, rounded, into the halves of the staging memory. A branch for each, because registers have no index. */
+template <class Tile> MK_DEVICE void put_gate_up(uint32_t staging, const Acc<Tile> &acc, uint32_t q)
 {
     constexpr uint32_t chunks = Tile::cols / 128;
-    MK_UNROLL for (uint32_t m = 0; m < Acc<Tile>::blocks; m++) {
-        const uint32_t row = first_row + m * Acc<Tile>::block_rows;
-        if (row >= (uint32_t)task.num_rows)
-            return;
-        MK_UNROLL for (uint32_t c = 0; c < chunks; c++) {
-            const int64_t col = task.col + 64 * (int64_t)c;
-            if (col >= cols)
-                break;
-            float v[32];
-            uint32_t gate[16], up[16], h[16];
-            acc.read(m, c, v);
-            pack_chunk(v, gate);
-            acc.read(m, c + chunks, v);
-            pack_chunk(v, up);
-            swiglu_chunk(gate, up, limit, h);
-            visit(row, col, gate, up, h);
-        }
+    MK_UNROLL for (uint32_t k = 0; k < Acc<Tile>::blocks * chunks; k++) {
+        if (k != q)
+            continue;
+        float v[32];
+        uint32_t packed[16];
+        acc.read(k / chunks, k % chunks, v);
+        pack_chunk(v, packed);
+        put_chunk(staging, packed);
+        acc.read(k / chunks, k % chunks + chunks, v);
+        pack_chunk(v, packed);
+        put_chunk(staging + kChunkBytes, packed);
     }
 }
 
-typedef const uint32_t (&PackedChunk)[16];
+/* visit(row of the tile, column of the matrix, does it exist, gate, up), all lanes: eight columns of a row for each, until all that the warp has of a
+ * tile has been met. task.col counts columns of h, `cols` in all, and a tile makes Tile::cols / 2 of them. The loop is not unrolled: it is executed
+ * once a tile, and instructions that are met once come no faster than L2 sends them. */
+template <class Tile, class Visit> MK_DEVICE void each_gate_up(const GemmTask &task, const Acc<Tile> &acc, const WarpOut &out, int64_t cols, const Visit &visit)
+{
+    constexpr uint32_t chunks = Tile::cols / 128, pieces = 4; /* in a chunk */
+    MK_ROLLED for (uint32_t n = 0; n < Acc<Tile>::blocks * chunks * pieces; n++) {
+        const uint32_t q = n / pieces, in_chunk = n % pieces * 4 + lane_idx() / 8, first_row = out.row + q / chunks * Acc<Tile>::block_rows;
+        const int64_t col = task.col + 64 * (int64_t)(q % chunks) + lane_idx() % 8 * 8;
+        if (n % pieces == 0) {
+            if (first_row >= (uint32_t)task.num_rows)
+                return;
+            sync_warp(); /* all lanes have read the last chunk */
+            put_gate_up(out.staging, acc, q);
+            sync_warp();
+        }
+        const uint32_t at = chunk_piece(out.staging, in_chunk, lane_idx() % 8), row = first_row + in_chunk;
+        visit(row, col, row < (uint32_t)task.num_rows && col < cols, load_shared_b128(at), load_shared_b128(at + kChunkBytes));
+    }
+}
+
+/* All lanes: eight columns of row r of a task, if they exist. */
+template <class Rows> MK_DEVICE void put_columns(const Rows &rows, const GemmTask &task, uint32_t r, int64_t col, bool there, const Vec4 &v)
+{
+    bf16 *to = there ? rows.row(task, r) : nullptr;
+    if (to)
+        store(reinterpret_cast<Vec4 *>(to + col), v);
+}
 
 /* gate and up are kept too where their base is not null. */
 template <class Out, class Kept> struct SwigluRows {
@@ -226,17 +225,12 @@ template <class Out, class Kept> struct SwigluRows {
     float limit;  /* infinity: no clamp */
     template <class Tile> MK_MEMBER void operator()(const GemmTask &task, const Acc<Tile> &acc, const WarpOut &out) const
     {
-        each_swiglu_chunk(task, acc, out.row, h.cols, limit, [&](uint32_t row, int64_t col, PackedChunk packed_gate, PackedChunk packed_up, PackedChunk packed_h) {
-            LaneRows to;
-            to.find(h, task, row);
-            store_chunk(out, 0, packed_h, to, col);
+        each_gate_up(task, acc, out, h.cols, [&](uint32_t r, int64_t col, bool there, const Vec4 &g, const Vec4 &u) {
             if (gate.base) {
-                to.find(gate, task, row);
-                store_chunk(out, 1, packed_gate, to, col);
-                to.find(up, task, row);
-                store_chunk(out, 0, packed_up, to, col);
+                put_columns(gate, task, r, col, there, g);
+                put_columns(up, task, r, col, there, u);
             }
-            sync_warp();
+            put_columns(h, task, r, col, there, swiglu8(g, u, limit));
         });
     }
 };

@@ -72,7 +72,11 @@ struct PairRecipe {
     uint32_t missing_rows = 0;
 };
 
+/* An epilogue may look at a task before its MMAs; kernels overload this. */
+template <class Epilogue> MK_DEVICE void before_task(Epilogue &, const GemmTask &, const WarpOut &) {}
+
 /* What a kernel may add to the core's roles; this is nothing. All threads of a math warpgroup call `see` and `begin`. */
+
 template <class Tile> struct PlainTasks {
     MK_MEMBER void see(uint32_t, uint32_t) const {}                              /* a task of its own has been read from this slot of the ring, in this round */
     MK_MEMBER PairRecipe recipe(const GemmTask &) const
@@ -421,8 +425,10 @@ template <class Tile, class Epilogue, class Tasks> MK_DEVICE void pair_math(Gemm
         }
         give_up_columns(s, warpgroup);
         note_task(epilogue, number, TRACE_PRODUCT_BEGINS);
-        if (!only_helps(task))
+        if (!only_helps(task)) {
             of.meanwhile(task, out);
+            before_task(epilogue, task, out);
+        }
         if (how.missing_rows) {
             wait_mbar_cluster(smem_addr(&s.tail_landed[warpgroup]), tails, "gemm_math: last block of a task");
             tails ^= 1;

@@ -20,7 +20,7 @@ template <bool Mx> MK_DEVICE void backward_fused(const mk_backward_params &p)
         registers_lower<kBackwardRegistersOther>();
         BackwardProgram<Mx> program = {p, s, t, {s.yield, device_state(p.rank)->tickets, p.yield}};
         if (warp == 0 && lane_idx() == 0)
-            backward_load<Mx>(p, s);
+            backward_load<Mx>(s);
         else if (warp == 1 && lane_idx() == 0)
             backward_schedule(p, s, program);
         else if (warp == 2)

@@ -41,12 +41,24 @@ struct MathState {
     uint32_t turn;
 };
 
+/* A run of K blocks of a task whose boxes follow each other: where the first are, and how far the next. A's share of this CTA, B's halves.
+ * A task is one run or two: dgate then dup, or a piece that goes over the ring's end. The wait role works
+ * them out, tasks ahead: the load thread has to keep up with the matrix unit, which is through with a short task in 3 us. */
+struct LoadRun {
+    const mk_tensor_map *a, *b_low, *b_high;
+    int32_t a_x, a_y, b_x, b_high_x, b_y, b_depth;
+    int32_t a_step_x, a_step_y, b_step_x, b_step_y;
+    int32_t count;
+    bool by_pointer = false; /* B's maps lie in memory */
+};
+
 template <bool Mx> struct BackwardShared {
     GemmShared<BackwardTile<Mx>> gemm;
     DispatchShared dispatch;
     mk_walk walk;
     uint32_t first, end;        /* task numbers of this launch */
     uint64_t ready[kTaskSlots]; /* one arrival of the wait role: the operands of the task in that slot are there */
+    LoadRun runs[kTaskSlots][2]; /* of the task in that slot, once it is ready */
     MathState math[kMathWarps];
     TraceShared trace;
     YieldShared yield;
@@ -231,23 +243,13 @@ private:
 
 /* ---- the load role ---- */
 
-/* A run of K blocks of a task whose boxes follow each other: where the first are, and how far the next. A's share of this CTA, B's halves.
- * A task is one run or two: dgate then dup, or a piece that goes over the ring's end. Everything that can be is worked out before the
- * loop, because one thread has to keep up with the matrix unit. */
-struct LoadRun {
-    const mk_tensor_map *a, *b_low, *b_high;
-    int32_t a_x, a_y, b_x, b_high_x, b_y, b_depth;
-    int32_t a_step_x, a_step_y, b_step_x, b_step_y;
-    int32_t count;
-};
-
-template <bool Mx> struct BackwardLoad {
+/* What there is to load, as the wait role works it out. */
+template <bool Mx> struct LoadPlan {
     const mk_backward_params &p;
-    ExpertMaps known;
     enum { K = (int32_t)kBlockK };
 
     /* Run 0 or 1 of a task, of a count that may be 0. */
-    MK_MEMBER LoadRun run(const GemmTask &task, int32_t which)
+    MK_MEMBER LoadRun run(const GemmTask &task, int32_t which) const
     {
         LoadRun r = packed_run(task, which);
         const int32_t stage = stage_of(task.kind & TASK_KIND_MASK);
@@ -258,7 +260,7 @@ template <bool Mx> struct BackwardLoad {
         r.b_low = maps + (stage == MK_TASK_DGRAD_DOWN ? MK_GRAD_DOWN : which ? MK_GRAD_UP : MK_GRAD_GATE);
         r.b_high = stage == MK_TASK_GATE_UP ? maps + MK_GRAD_UP : r.b_low;
         r.b_depth = 0;
-        known.acquire(r.b_low, r.b_high);
+        r.by_pointer = true;
         return r;
     }
 
@@ -336,20 +338,23 @@ template <bool Mx> MK_DEVICE void backward_load_block(BackwardShared<Mx> &s, uin
 #endif
 
 /* One thread of each CTA: what the wait role has found to be there. Rows were written by plain stores; the copy engine reads them next. */
-template <bool Mx> MK_DEVICE void backward_load(const mk_backward_params &p, BackwardShared<Mx> &s)
+template <bool Mx> MK_DEVICE void backward_load(BackwardShared<Mx> &s)
 {
-    BackwardLoad<Mx> load = {p, {}};
+    ExpertMaps known = {};
     TaskReader<BackwardTile<Mx>> tasks;
     RingCursor<BackwardTile<Mx>::stages> at;
     for (;; tasks.at.next()) {
         const GemmTask task = tasks.wait(s.gemm);
         wait_mbar(smem_addr(&s.ready[tasks.at.slot]), tasks.at.parity, "backward_load: operands of a task are ready");
         fence_proxy_async_global();
-        tasks.release(s.gemm);
         if (task.num_k_blocks == 0)
-            return;
-        for (int32_t which = 0; which < 2; which++) {
-            LoadRun r = load.run(task, which);
+            return tasks.release(s.gemm);
+        LoadRun r = load(&s.runs[tasks.at.slot][0]);
+        const LoadRun second = load(&s.runs[tasks.at.slot][1]);
+        tasks.release(s.gemm);
+        for (int32_t which = 0; which < 2; which++, r = second) {
+            if (r.by_pointer && r.count)
+                known.acquire(r.b_low, r.b_high);
             for (; r.count > 0; r.count--, at.next()) {
                 wait_mbar(smem_addr(&s.gemm.empty[at.slot]), at.parity ^ 1, "backward_load: free stage");
                 backward_load_block(s, at.slot, task, r);
@@ -392,7 +397,9 @@ template <bool Mx> MK_DEVICE void backward_wait(const mk_backward_params &p, con
         for (int i = 0; task.num_k_blocks != 0 && !waited && mk_task_need(&s.walk, &t, &p.rank.dims, as_walked, i, &need); i++)
             for (int32_t index = need.first + (int32_t)lane_idx(); index < need.end; index += 32)
                 wait_counter(p.rank, as_walked.kind, need.counter, index, need.count, "backward_wait: operands of a task");
-        sync_warp(); /* what every lane has acquired, lane 0 hands on */
+        if (lane_idx() < 2 && task.num_k_blocks != 0)
+            store(&s.runs[tasks.at.slot][lane_idx()], LoadPlan<Mx>{p}.run(task, (int32_t)lane_idx()));
+        sync_warp(); /* what every lane has acquired or worked out, lane 0 hands on */
         if (lane_idx() == 0) {
             mbar_arrive_release_cta(smem_addr(&s.ready[tasks.at.slot]));
             tasks.release(s.gemm);
@@ -424,17 +431,13 @@ struct GradBuffers {
     MK_MEMBER bool is_rounded(const GemmTask &task) const { return !is_shared(task); }
     MK_MEMBER const uint8_t *packed_gate(const GemmTask &task) const { return packed(task, p.rank.memory.saved_gate); }
     MK_MEMBER const uint8_t *packed_up(const GemmTask &task) const { return packed(task, p.rank.memory.saved_up); }
-    MK_MEMBER void flush_dgate(const GemmTask &task, uint32_t row, uint32_t col, uint32_t half) const { flush(task, row, col, half, p.rank.memory.dgrad_dgate); }
-    MK_MEMBER void flush_dup(const GemmTask &task, uint32_t row, uint32_t col, uint32_t half) const { flush(task, row, col, half, p.rank.memory.dgrad_dup); }
+    MK_MEMBER void round_dgate(const GemmTask &task, uint32_t row, uint32_t col, bool there, const Vec4 &v) const { round(task, row, col, there, v, p.rank.memory.dgrad_dgate); }
+    MK_MEMBER void round_dup(const GemmTask &task, uint32_t row, uint32_t col, bool there, const Vec4 &v) const { round(task, row, col, there, v, p.rank.memory.dgrad_dup); }
 
 private:
-    MK_MEMBER void flush(const GemmTask &task, uint32_t row, uint32_t col, uint32_t half, int64_t place) const
+    MK_MEMBER void round(const GemmTask &task, uint32_t row, uint32_t col, bool there, const Vec4 &v, int64_t place) const
     {
-#ifdef MK_SM100
-        mx_operand_rows(p.rank, place).flush(task, half, row, task.col + (int64_t)col);
-#else
-        mx_flush(LanePlaces(task, row, cols(task)), in_local<bf16>(p.rank, place), col, half, mx_not_finite(p.rank));
-#endif
+        mx_operand_rows(p.rank, place).put(task, row, task.col + (int64_t)col, there, v);
     }
     MK_MEMBER const uint8_t *packed(const GemmTask &task, int64_t place) const
     {
@@ -455,6 +458,9 @@ private:
         return reinterpret_cast<const bf16 *>(static_cast<const char *>(p.context) + (of_shared ? shared : routed)) + ((int64_t)task.out_row - task.row) * cols;
     }
 };
+
+/* What a lane has read of one of its warp's 32 rows, before the MMAs, for the epilogue: where dx goes, or the weight. */
+struct LaneRow { RowPlace place; float weight; };
 
 template <bool Mx> struct BackwardMath {
     const mk_backward_params &p;
@@ -495,13 +501,13 @@ template <bool Mx> struct BackwardMath {
 
     MK_MEMBER SwigluBackward<Mx, GradBuffers> swiglu_epilogue() const { return {{p}, p.rank.swiglu_limit}; }
 
-    MK_MEMBER void dgrad_down(const GemmTask &task, const Acc<BackwardTile<Mx>> &acc, const WarpOut &out, bool shared) const
+    MK_MEMBER void dgrad_down(const GemmTask &task, const Acc<BackwardTile<Mx>> &acc, const WarpOut &out, bool shared, float weight) const
     {
-        swiglu_epilogue()(task, acc, out);
+        swiglu_epilogue()(task, acc, out, weight);
         signal(again(task, shared) ? MK_COUNTER_shared_s4_bwd_tasks_done : MK_COUNTER_s4_bwd_tasks_done, task.tag);
     }
 
-    MK_MEMBER void dgrad_gate_up(const GemmTask &task, const Acc<BackwardTile<Mx>> &acc, const WarpOut &out, bool shared) const
+    MK_MEMBER void dgrad_gate_up(const GemmTask &task, const Acc<BackwardTile<Mx>> &acc, const WarpOut &out, bool shared, const RowPlace &place) const
     {
         const mk_rank_params &r = p.rank;
         if (shared)
@@ -516,7 +522,19 @@ template <bool Mx> struct BackwardMath {
         /* dgate, dup and the partial sums have been read, and nobody in this launch reads dx: so before the pushes, whose completion a
          * release would wait for. */
         signal(MK_COUNTER_s2_bwd_tasks_done, task.tag);
-        StoreRows<SlotRows>{{r, rows, nullptr, r.dims.hidden}}(task, acc, out);
+        StoreRows<HeldRows>{HeldRows::of(r, place)}(task, acc, out);
+    }
+
+    /* Before its MMAs. */
+    MK_MEMBER LaneRow look(const GemmTask &task, const WarpOut &out) const
+    {
+        LaneRow row = {{-1, 0}, 0.0f};
+        const int32_t kind = task.kind & TASK_KIND_MASK;
+        if (kind == MK_TASK_DGRAD_GATE_UP)
+            row.place = HeldRows::look<BackwardTile<Mx>>(mk_table_at(&p.rank.memory, p.schedule).rows, task, out);
+        if (stage_of(kind) == MK_TASK_DGRAD_DOWN)
+            row.weight = swiglu_epilogue().template own_weight<BackwardTile<Mx>>(task, out);
+        return row;
     }
 
     /* What a task does before its MMAs, while others' run. */
@@ -524,7 +542,7 @@ template <bool Mx> struct BackwardMath {
     {
         const int32_t kind = task.kind & TASK_KIND_MASK;
         if (stage_of(kind) == MK_TASK_DGRAD_DOWN)
-            swiglu_epilogue().prefetch(task, out);
+            swiglu_epilogue().template prefetch<BackwardTile<Mx>>(task, out);
         if constexpr (Mx)
             if (kind == MK_TASK_DGRAD_GATE_UP && s.walk.grid.wgrad_waits)
                 WgradOperands{p.rank, wants_x(p)}.share(task, TileBackward::cols, (uint32_t)task.col / TileBackward::cols, (uint32_t)s.walk.grid.dgrad_gate_up * kColumnTiles<TileBackward>);
@@ -555,15 +573,15 @@ template <bool Mx> struct BackwardMath {
             flag_store_release_sys(&p.ready[task.expert], p.ready_value);
     }
 
-    MK_MEMBER void finish(const GemmTask &task, const Acc<BackwardTile<Mx>> &acc, WarpOut out) const
+    MK_MEMBER void finish(const GemmTask &task, const Acc<BackwardTile<Mx>> &acc, WarpOut out, const LaneRow &row) const
     {
         pin_register(out.staging); /* addresses derived from it are not kept through the MMAs */
         const int32_t kind = task.kind & TASK_KIND_MASK;
         const bool shared = is_shared_task(kind);
         switch (stage_of(kind)) {
         case MK_TASK_GATE_UP: replay(task, acc, out, again(task, shared)); break;
-        case MK_TASK_DGRAD_DOWN: dgrad_down(task, acc, out, again(task, shared)); break;
-        case MK_TASK_DGRAD_GATE_UP: dgrad_gate_up(task, acc, out, again(task, shared)); break;
+        case MK_TASK_DGRAD_DOWN: dgrad_down(task, acc, out, again(task, shared), row.weight); break;
+        case MK_TASK_DGRAD_GATE_UP: dgrad_gate_up(task, acc, out, again(task, shared), row.place); break;
         default: finish_wgrad(task, acc, out, again(task, shared)); break;
         }
     }
@@ -622,6 +640,7 @@ template <bool Mx> struct BackwardMath {
                 store(&state.task, task);
             sync_warp();
             prepare(state.task, out);
+            const LaneRow row = look(state.task, out);
             barrier_named_sync(BARRIER_MATH_TURN + warpgroup, both);
             trace_stamp(p.rank, s.trace, turn, TRACE_PRODUCT_BEGINS);
             const uint32_t last = multiply(task, acc, at, warpgroup, out);
@@ -635,7 +654,7 @@ template <bool Mx> struct BackwardMath {
             }
             sync_warp();
             trace_stamp(p.rank, s.trace, state.turn, TRACE_EPILOGUE_BEGINS);
-            finish(state.task, acc, out);
+            finish(state.task, acc, out, row);
             if (trace_on(p.rank) && out.row == 0 && lane_idx() == 0) /* trace_stamp, with what is in registers here */
                 store(&s.trace.task[load(&state.turn) % TRACE_TASKS].stamp[TRACE_EPILOGUE_ENDS], time_ns());
             tasks.at = load(&state.tasks);

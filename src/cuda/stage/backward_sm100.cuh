@@ -105,15 +105,18 @@ template <bool Mx> struct BackwardTasks {
 
 template <bool Mx> struct BackwardEpilogue {
     BackwardMath<Mx> math;
-    MK_MEMBER void operator()(const GemmTask &task, const Acc<BackwardTile<Mx>> &acc, const WarpOut &out) const { math.finish(task, acc, out); }
+    LaneRow row; /* of the task under way */
+    MK_MEMBER void operator()(const GemmTask &task, const Acc<BackwardTile<Mx>> &acc, const WarpOut &out) const { math.finish(task, acc, out, row); }
 };
+
+template <bool Mx> MK_DEVICE void before_task(BackwardEpilogue<Mx> &e, const GemmTask &task, const WarpOut &out) { e.row = e.math.look(task, out); }
 
 template <bool Mx> MK_DEVICE void note_task(const BackwardEpilogue<Mx> &e, uint32_t number, TraceStamp stamp) { trace_stamp(e.math.p.rank, e.math.s.trace, number, stamp); }
 
 /* One warpgroup. */
 template <bool Mx> MK_DEVICE void backward_math(const mk_backward_params &p, BackwardShared<Mx> &s, uint32_t warpgroup)
 {
-    const BackwardEpilogue<Mx> epilogue = {{p, s}};
+    BackwardEpilogue<Mx> epilogue = {{p, s}, {}};
     pair_math(s.gemm, warpgroup, epilogue, BackwardTasks<Mx>{p, s});
 }
 

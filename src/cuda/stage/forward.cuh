@@ -221,20 +221,16 @@ template <bool Mx> struct ForwardEpilogue {
         /* h has been read, and nobody in this launch reads y: so before the pushes, whose completion a release would wait for. */
         if (!shared)
             signal(MK_COUNTER_s4_tasks_done, task.tag);
-        const StoreRows<SlotRows> store_rows = {{r, t.rows, shared ? in_local<bf16>(r, r.memory.shared_y) : nullptr, r.dims.hidden}};
-        store_rows(task, acc, out);
+        StoreRows<SlotRows>{{r, t.rows, shared ? in_local<bf16>(r, r.memory.shared_y) : nullptr, r.dims.hidden}}(task, acc, out);
     }
 
     MK_MEMBER void gate_up(const GemmTask &task, const Sums &acc, const WarpOut &out) const
     {
         const mk_rank_params &r = p.rank;
         const bool shared = is_shared(task.kind);
-        if constexpr (Mx) {
-            if (shared)
-                shared_gate_up_epilogue_mx(r, p.context)(task, acc, out);
-            else
-                gate_up_epilogue_mx(r, p.context, p.recompute)(task, acc, out);
-        } else
+        if (Mx && !shared)
+            gate_up_epilogue_mx(r, p.context, p.recompute)(task, acc, out);
+        else
             gate_up_epilogue(r, p.context, shared, p.num_tokens)(task, acc, out);
         signal(shared ? MK_COUNTER_shared_s2_tasks_done : MK_COUNTER_s2_tasks_done, task.tag);
     }

@@ -123,6 +123,37 @@ struct SlotRows {
     }
 };
 
+/* The same, looked up before the MMAs, because the look takes as long as storing the rows. A lane keeps what it has read of one of the warp's 32 rows, and has not
+ * waited for it when the MMAs begin. */
+struct RowPlace { int32_t src_rank, src_slot; };
+static_assert(offsetof(mk_row, src_rank) == 0 && offsetof(mk_row, src_slot) == 4, "read in one go");
+
+struct HeldRows {
+    uint64_t own; /* where this lane's row goes; 0: it does not exist */
+    int64_t cols;
+
+    template <class Tile> static MK_MEMBER RowPlace look(const mk_row *rows, const GemmTask &task, const WarpOut &out)
+    {
+        static_assert(Acc<Tile>::blocks == 2, "32 rows");
+        const uint32_t r = out.row + lane_idx() / 16 * Acc<Tile>::block_rows + lane_idx() % 16;
+        return r < (uint32_t)task.num_rows ? load(reinterpret_cast<const RowPlace *>(&rows[task.out_row + (int64_t)r])) : RowPlace{-1, 0};
+    }
+    static MK_MEMBER HeldRows of(const mk_rank_params &r, const RowPlace &at)
+    {
+        if (at.src_rank < 0)
+            return {0, r.dims.hidden};
+        return {reinterpret_cast<uint64_t>(in_peer<bf16>(r, at.src_rank, r.memory.slots) + at.src_slot * r.dims.hidden), r.dims.hidden};
+    }
+};
+template <class Tile> MK_DEVICE void find_lane_rows(LaneRows &to, const HeldRows &rows, const GemmTask &, uint32_t block, uint32_t)
+{
+    MK_UNROLL for (uint32_t i = 0; i < 4; i++) {
+        const uint32_t lane = block * 16 + 4 * i + lane_idx() / 8;
+        const uint32_t low = shuffle((uint32_t)rows.own, lane), high = shuffle((uint32_t)(rows.own >> 32), lane);
+        to.to[i] = reinterpret_cast<bf16 *>((uint64_t)high << 32 | low);
+    }
+}
+
 static_assert(sizeof(GemmShared<TileStageWide>) == MK_GEMM_SHARED_WIDE && sizeof(GemmShared<TileStageNarrow>) == MK_GEMM_SHARED_NARROW, "what the host asks for");
 static_assert(sizeof(GemmShared<TileStageWideMx>) <= MK_GEMM_SHARED_WIDE && sizeof(GemmShared<TileStageNarrowMx>) <= MK_GEMM_SHARED_NARROW, "what the host asks for");
 

@@ -20,23 +20,13 @@ MK_DEVICE SwigluRows<RingRows, SavedRows> gate_up_epilogue(const mk_rank_params 
 }
 
 /* The same in MXFP8. Routed rows: h as s4_down multiplies it, gate and up quantised. A recompute's h is nobody's, and not counted. */
-MK_DEVICE MxSwigluRows<MxOperandRows, MxSavedRows> gate_up_epilogue_mx(const mk_rank_params &r, void *context_memory, bool recompute)
+MK_DEVICE SwigluRows<MxOperandRows, MxSavedRows> gate_up_epilogue_mx(const mk_rank_params &r, void *context_memory, bool recompute)
 {
     const mk_memory &m = r.memory;
     const int64_t cols = r.dims.intermediate, saved_rows = r.dims.saved_tiles * MK_ROW_TILE;
     uint8_t *context = r.dims.saved_tiles ? static_cast<uint8_t *>(context_memory) : nullptr;
     uint8_t *gate = context ? context + m.saved_gate : nullptr, *up = context ? context + m.saved_up : nullptr;
     return {mx_operand_rows(r, m.ring_h, !recompute), {gate, cols, saved_rows}, {up, cols, saved_rows}, r.swiglu_limit};
-}
-
-/* The shared expert's rows in a kernel of MXFP8. */
-MK_DEVICE MxSwigluRows<MxTokenRows, MxTokenRows> shared_gate_up_epilogue_mx(const mk_rank_params &r, void *context_memory)
-{
-    const mk_memory &m = r.memory;
-    const int64_t cols = r.dims.shared_intermediate;
-    char *context = r.dims.saved_tiles ? static_cast<char *>(context_memory) : nullptr;
-    bf16 *gate = context ? reinterpret_cast<bf16 *>(context + m.saved_shared_gate) : nullptr, *up = context ? reinterpret_cast<bf16 *>(context + m.saved_shared_up) : nullptr;
-    return {{in_local<bf16>(r, m.shared_h), cols}, {gate, cols}, {up, cols}, r.swiglu_limit};
 }
 
 template <class Tile> MK_DEVICE void s2_gate_up(const mk_gemm_params &p)
@@ -49,7 +39,7 @@ template <class Tile> MK_DEVICE void s2_gate_up(const mk_gemm_params &p)
 template <class Tile> MK_DEVICE void s2_gate_up_mx(const mk_gemm_params &p)
 {
     MxStageProgram<Tile> program(p, Tile::cols / 2);
-    const MxSwigluRows<MxOperandRows, MxSavedRows> epilogue = gate_up_epilogue_mx(p.rank, p.context, p.recompute);
+    const SwigluRows<MxOperandRows, MxSavedRows> epilogue = gate_up_epilogue_mx(p.rank, p.context, p.recompute);
     gemm_cta<Tile>(program, epilogue);
 }
 

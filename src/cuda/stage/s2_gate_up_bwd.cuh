@@ -89,38 +89,17 @@ template <bool Mx> struct KeepGateUp {
     bf16 *gate, *up;
     uint32_t cols;
 
-    static MK_MEMBER void keep(LanePlaces at, bf16 *base, uint32_t col, uint32_t half)
-    {
-        if constexpr (Mx)
-            mx_flush(at, base, col, half, nullptr);
-        else
-            at.flush(base, col, half);
-    }
-
     template <class Tile> MK_MEMBER void operator()(const GemmTask &task, const Acc<Tile> &acc, const WarpOut &out) const
     {
-        constexpr uint32_t chunks = Tile::cols / 128;
-        MK_UNROLL for (uint32_t m = 0; m < Acc<Tile>::blocks; m++) {
-            const uint32_t row = out.row + m * Acc<Tile>::block_rows;
-            if (row >= (uint32_t)task.num_rows)
-                return;
-            MK_UNROLL for (uint32_t c = 0; c < chunks; c++) {
-                float v[32];
-                uint32_t packed[16];
-                if ((uint32_t)task.col + 64 * c >= cols)
-                    break;
-                acc.read(m, c, v);
-                pack_chunk(v, packed);
-                put_chunk(out.staging, packed);
-                acc.read(m, c + chunks, v);
-                pack_chunk(v, packed);
-                put_chunk(out.staging + kChunkBytes, packed);
-                sync_warp();
-                keep(LanePlaces(task, row, cols), gate, 64 * c, out.staging);
-                keep(LanePlaces(task, row, cols), up, 64 * c, out.staging + kChunkBytes);
-                sync_warp();
+        each_gate_up(task, acc, out, cols, [&](uint32_t r, int64_t col, bool there, const Vec4 &g, const Vec4 &u) {
+            if constexpr (Mx) {
+                put_columns(MxRoundedRows{gate, cols, nullptr}, task, r, col, there, g);
+                put_columns(MxRoundedRows{up, cols, nullptr}, task, r, col, there, u);
+            } else {
+                put_columns(RingRows{gate, cols}, task, r, col, there, g);
+                put_columns(RingRows{up, cols}, task, r, col, there, u);
             }
-        }
+        });
     }
 };
 
