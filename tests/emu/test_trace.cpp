@@ -150,6 +150,8 @@ static void sleep_long(const mk_rank_params r)
 {
     if (mk::thread_idx() == 0) /* until rank 0 is at its first barrier */
         mk::wait_epoch_sys(mk::in_heap<uint64_t>(r, r.memory.epochs), 1, r.timeout_ns, "sleep_long: rank 0");
+    for (int i = 0; i < 2000 && mk::thread_idx() == 0; i++) /* and has looked at the time there */
+        mk::sleep_ns(32);
     for (int i = 0; i < 16 && mk::thread_idx() == 0; i++)
         mk::sleep_ns(0xffffffffu); /* an eighth of a second each, in the emulator's time */
 }
