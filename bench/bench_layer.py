@@ -241,7 +241,7 @@ class Layer:
     def _engine(self, group, experts, ids, inputs, weights, dtype, shared, keep=True, most=0):
         o = self.options
         shape = mok.Shape(self.hidden, self.width, experts, self.topk, most or ids.shape[0], shared_intermediate=shared, gate_up="combined", dtype=dtype, save=o.save, mx_keep_wide=keep,
-                          ring_rows=o.ring_rows, minibatch_rows=o.minibatch_rows, minibatch_rows_bwd=o.minibatch_rows)
+                          ring_rows=o.ring_rows, minibatch_rows=o.minibatch_rows, minibatch_rows_bwd=o.minibatch_rows_bwd or o.minibatch_rows)
         return Engine(shape, group, ids, inputs, weights)
 
     def _randn(self, *shape, scale=1.0):
@@ -361,6 +361,8 @@ class Layer:
 
         return run
 
+
+COPY_DISTANCE = 2048  # MK_COPY_DISTANCE of src/layout/table.h: the simulator must know which rows a record's layer copied
 
 # How far MoK and the plain path, which is bf16, may differ, as a share of the result's size.
 LIMITS = {"bf16": (0.02, 0.03), "mxfp8": (0.08, 0.15)}
@@ -493,7 +495,9 @@ def record_of(layer, what, mode, times, host, error, machine, commit, options):
     ms = statistics.median(times["mok"])
     record = {
         "shape": layer.name, "T": layer.tokens, "H": layer.hidden, "I": layer.width, "E": layer.experts, "K": layer.topk, "ranks": layer.group.size,
-        "shared": layer.shared, "save": options.save, "ring_rows": layer.mok.workspace.plan.ring_rows, "dtype": options.dtype,
+        "shared": layer.shared, "save": options.save, "ring_rows": layer.mok.workspace.plan.ring_rows,
+        "minibatch_rows": layer.mok.workspace.plan.forward.minibatch_rows, "minibatch_rows_bwd": layer.mok.workspace.plan.backward.minibatch_rows,
+        "copy_distance": COPY_DISTANCE, "dtype": options.dtype,
         "weight_cache_bytes": _mx.kept_bytes() if layer.mok.workspace.keeps_wide else 0,
         "routing": {"uniform": "replacement"}.get(options.routing, options.routing),  # as the simulator calls it
         "busiest_rows": layer.busiest_rows, "pass": what, "mode": mode,
@@ -595,6 +599,7 @@ def parse(arguments=None):
     p.add_argument("--save", default="auto", help="save policy of MoK's context")
     p.add_argument("--ring-rows", type=int, default=0, help="rows of the ring; default: as the library chooses")
     p.add_argument("--minibatch-rows", type=int, default=0, help="rows of a minibatch; default: as the library chooses")
+    p.add_argument("--minibatch-rows-bwd", type=int, default=0, help="of the backward, if not the same")
     p.add_argument("--seed", type=int, default=1)
     p.add_argument("--other-baseline", help="a Python file with layer(x, ids, weights, gate_up, down, ranks); the faster of the two counts")
     p.add_argument("--json", help="write the records here")

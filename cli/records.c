@@ -121,7 +121,8 @@ static bool take_settings(reader *r, const sim_profile *p, mok_config *cfg, int3
     bool serial = sim_strategies[strategy].serial;
     mok_config with = *cfg;
     with.ring_rows = optional(r, "ring_rows");
-    with.minibatch_rows = with.minibatch_rows_bwd = optional(r, "minibatch_rows");
+    with.minibatch_rows = optional(r, "minibatch_rows");
+    with.minibatch_rows_bwd = json_get(r->record, "minibatch_rows_bwd") ? optional(r, "minibatch_rows_bwd") : with.minibatch_rows;
     mok_save save;
     if (!save_of(r, &save))
         return false;
@@ -132,6 +133,7 @@ static bool take_settings(reader *r, const sim_profile *p, mok_config *cfg, int3
         set_macrobatch(&with, &out->c);
     out->c.strategy = strategy;
     out->c.comm_sms = (int32_t)optional(r, "comm_sms");
+    out->c.copy_distance = json_get(r->record, "copy_distance") ? SIM_COPIES_AS_BUILT : 1; /* measured before there was one: copies from any distance */
     out->c.mxfp8 = !strcmp(optional_text(r, "dtype", "bf16"), "mxfp8");
     out->calibrate = json_get(r->record, "fit") && json_get(r->record, "fit")->boolean;
     return true;

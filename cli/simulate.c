@@ -299,7 +299,7 @@ int command_simulate(int argc, char **argv)
         ARG_INT("racks", "N", &s.racks, 1, 1, 64, "data-parallel groups of so many ranks, each with a routing of its own"),
         ARG_INT("seed", "N", &seed, 1, 0, ARG_NO_LIMIT, "of the routing"),
         ARG_FLAG("no-signals", &s.no_signals, "push dispatch: telling the peer costs nothing"),
-        ARG_INT("copy-distance", "ROWS", &s.copy_distance, 0, 0, INT32_MAX, "pull a row rather than copy it from fewer rows away"),
+        ARG_INT("copy-distance", "ROWS", &s.copy_distance, SIM_COPIES_AS_BUILT, 0, INT32_MAX, "pull a row rather than copy it from fewer rows away; 0: as the library does"),
         ARG_FLAG("no-copies", &no_copies, "pull every row, also where an earlier row of its token is in the ring"),
         ARG_DOUBLE("moe-share", "SHARE", &s.moe_share, 0, 0, 1, "share of these layers in the step of --baseline: also print the step's ratio"),
         ARG_STRING("baseline", "NAME", &baseline, "nccl", "what the share belongs to"),
@@ -332,7 +332,7 @@ int command_simulate(int argc, char **argv)
             s.cfg.minibatch_rows = minibatch;
             s.cfg.minibatch_rows_bwd = minibatch_bwd;
             s.comm_sms = (int32_t)comm_sms;
-            s.copy_distance = no_copies ? INT32_MAX : s.copy_distance;
+            s.copy_distance = no_copies ? SIM_NO_COPIES : s.copy_distance;
             s.comm_sms_bwd = (int32_t)(comm_sms_bwd < 0 ? comm_sms : comm_sms_bwd);
             s.routing.seed = (uint64_t)seed;
             s.trace_rank = (int32_t)trace_rank;

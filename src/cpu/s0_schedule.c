@@ -141,11 +141,9 @@ static void plan_pieces(const schedule_job *s)
     const mk_dims *d = s->d;
     mk_schedule_head *h = s->t.head;
     mk_piece_plan plan = {s->t.segment_tile, s->t.segment_rows, d->experts_count, h->num_tiles, d->mb_tiles_bwd, d->ring_tiles,
-                          s->t.pieces, s->t.piece_of_tile, s->t.piece_first, s->t.tiles, -1, 0};
+                          s->t.pieces, s->t.piece_of_tile, s->t.piece_first, s->t.tiles, -1, 0, 0};
     h->num_pieces = mk_build_pieces(&plan);
-    h->wgrad_continued = 0;
-    for (int32_t i = 0; i < h->num_pieces; i++)
-        h->wgrad_continued += !s->t.pieces[i].is_first;
+    h->wgrad_continued = plan.num_continued;
 }
 
 mok_status mk_cpu_s0_schedule(mok_workspace *w, const mk_call *call)

@@ -91,7 +91,7 @@ static mok_status check_segments(const mk_dims *d, const int32_t *segment_tile, 
         status = mk_fail(MOK_E_MEMORY, "no memory to check a table of %lld tiles", (long long)tiles);
         goto done;
     }
-    mk_piece_plan plan = {segment_tile, segment_rows, d->experts_count, tiles, d->mb_tiles_bwd, d->ring_tiles, pieces, piece_of_tile, piece_first, NULL, -1, 0};
+    mk_piece_plan plan = {segment_tile, segment_rows, d->experts_count, tiles, d->mb_tiles_bwd, d->ring_tiles, pieces, piece_of_tile, piece_first, NULL, -1, 0, 0};
     int64_t num_pieces = mk_build_pieces(&plan);
     for (int backward = 0; backward < 2 && status == MOK_OK; backward++) {
         mk_walk walk = {.pass = backward ? MK_PASS_BACKWARD : MK_PASS_FORWARD, .grid = one, .num_tiles = tiles,

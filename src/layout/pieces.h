@@ -15,6 +15,7 @@ typedef struct mk_piece_plan {
     mk_tile *tiles;                             /* [num_tiles] or NULL */
     int32_t last_continued;                     /* running: the last piece so far that went on from the partial sum, or -1 */
     int32_t fill_later;                         /* the caller calls mk_piece_fill for each piece, from several threads */
+    int32_t num_continued;                      /* result: pieces that go on from the partial sum */
 } mk_piece_plan;
 
 /* What is known of a piece's tiles. */
@@ -30,48 +31,53 @@ MK_FN void mk_piece_fill(const mk_piece_plan *p, int32_t index)
     }
 }
 
-MK_FN void mk_piece_emit(mk_piece_plan *p, int32_t index, int64_t expert, int64_t first, int64_t end, int64_t minibatch)
+/* Of an expert's segment, tiles [start, stop). */
+MK_FN void mk_piece_emit(mk_piece_plan *p, int32_t index, int64_t expert, int64_t start, int64_t stop, int64_t first, int64_t end, int64_t minibatch)
 {
-    int64_t segment_end = p->segment_tile[expert + 1], before = (first - p->segment_tile[expert]) * MK_ROW_TILE;
     mk_piece *piece = &p->pieces[index];
+    int32_t is_first = first == start, is_last = end == stop;
     piece->expert = (int32_t)expert;
     piece->tile_first = (int32_t)first;
     piece->tile_end = (int32_t)end;
     piece->minibatch = (int32_t)minibatch;
-    piece->rows = (int32_t)mk_min((end - first) * MK_ROW_TILE, p->segment_rows[expert] - before);
-    piece->is_first = first == p->segment_tile[expert];
-    piece->is_last = end == segment_end;
+    piece->rows = (int32_t)mk_min((end - first) * MK_ROW_TILE, p->segment_rows[expert] - (first - start) * MK_ROW_TILE);
+    piece->is_first = is_first;
+    piece->is_last = is_last;
     /* There is one partial sum: a piece continues it after the piece before, or starts it once its last user is done. */
-    piece->after = !piece->is_first ? index - 1 : !piece->is_last ? p->last_continued : -1;
-    if (!piece->is_first)
+    piece->after = !is_first ? index - 1 : !is_last ? p->last_continued : -1;
+    if (!is_first) {
         p->last_continued = index;
+        p->num_continued++;
+    }
     if (!p->fill_later)
         mk_piece_fill(p, index);
 }
 
-/* Returns the number of pieces: at most experts + minibatches. An expert without rows gets an empty piece, whose tasks write zeros. */
+/* Returns the number of pieces: at most experts + minibatches. An expert without rows gets an empty piece, whose tasks write zeros.
+ * Segments are neighbours, so of each only its end is read: on a GPU one thread does this, and a schedule waits for it. */
 MK_FN int32_t mk_build_pieces(mk_piece_plan *p)
 {
-    int64_t minibatches = mk_ceil_div(p->num_tiles, p->mb_tiles), e = 0, first = 0;
+    int64_t minibatches = mk_ceil_div(p->num_tiles, p->mb_tiles), e = 0, first = 0, start = 0, stop = p->num_experts ? p->segment_tile[1] : 0;
     int32_t count = 0;
     p->last_continued = -1;
+    p->num_continued = 0;
     for (int64_t b = 0; b < minibatches; b++) {
         int64_t end = mk_min((b + 1) * p->mb_tiles, p->num_tiles);
         p->piece_first[b] = count;
         /* Segments that end in this minibatch; at the table's end also experts without rows that come last. */
-        while (e < p->num_experts && (p->segment_tile[e + 1] < end || (p->segment_tile[e + 1] == end && p->segment_tile[e] < end) ||
-                                      b == minibatches - 1)) {
-            mk_piece_emit(p, count++, e, first, p->segment_tile[e + 1], b);
-            first = p->segment_tile[++e];
+        while (e < p->num_experts && (stop < end || (stop == end && start < end) || b == minibatches - 1)) {
+            mk_piece_emit(p, count++, e++, start, stop, first, stop, b);
+            first = start = stop;
+            stop = e < p->num_experts ? p->segment_tile[e + 1] : stop;
         }
         if (e < p->num_experts && first < end && mk_must_cut(first, end, p->mb_tiles, p->ring_tiles)) {
-            mk_piece_emit(p, count++, e, first, end, b);
+            mk_piece_emit(p, count++, e, start, stop, first, end, b);
             first = end;
         }
     }
     p->piece_first[minibatches] = count;
     for (; e < p->num_experts; e++) /* a table without rows */
-        mk_piece_emit(p, count++, e, 0, 0, 0);
+        mk_piece_emit(p, count++, e, 0, 0, 0, 0, 0);
     return count;
 }
 

@@ -8,7 +8,9 @@
  * over rows have the same bits for any P; neighbours come from different ranks, which spreads the link's load.
  *
  * A row is *pulled* from its token's rank, or *copied* from the nearest row of the same token that the walk has met
- * before, if fewer than ring - minibatch rows lie between them (then that row is still in the ring). */
+ * before, if fewer than ring - minibatch rows lie between them (then that row is still in the ring), and, unless both are in one
+ * tile, at least MK_COPY_DISTANCE rows or a minibatch from one to the other: a row that is still on its way would keep the batch of
+ * rows that waits for it, and the batches that wait for that one. */
 #ifndef MK_LAYOUT_TABLE_H
 #define MK_LAYOUT_TABLE_H
 
@@ -99,11 +101,22 @@ MK_FN int64_t mk_find_interval64(const int64_t *first, int64_t count, int64_t va
     return low;
 }
 
-/* May the row at `row` be copied from the row at `from`, met before it by the walk? Both directions. */
+/* Rows that are on their way at once, about: 132 warps with 8 to 32 each. */
+enum { MK_COPY_DISTANCE = 2048 };
+
+/* Is the row at `from`, met by the walk before the row at `row`, still in the ring when that one comes? Both directions. */
+MK_FN int mk_copy_in_ring(int64_t row, int64_t from, int64_t ring_tiles, int64_t mb_tiles)
+{
+    int64_t distance = row < from ? from - row : row - from;
+    return distance <= (ring_tiles - mb_tiles) * MK_ROW_TILE;
+}
+
+/* May the one be copied from the other? */
 MK_FN int mk_copy_in_reach(int64_t row, int64_t from, int64_t ring_tiles, int64_t mb_tiles)
 {
-    int64_t rows_between = (row < from ? from - row : row - from) - 1;
-    return rows_between < (ring_tiles - mb_tiles) * MK_ROW_TILE;
+    int64_t distance = row < from ? from - row : row - from;
+    int near = row / MK_ROW_TILE != from / MK_ROW_TILE && distance < mk_min(mb_tiles * MK_ROW_TILE, MK_COPY_DISTANCE);
+    return !near && mk_copy_in_ring(row, from, ring_tiles, mb_tiles);
 }
 
 /* Does backward minibatch `mb` (tiles up to tile_end_of_mb) have to cut a segment that goes on, whose piece starts at

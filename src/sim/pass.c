@@ -444,34 +444,14 @@ bool sim_run(const sim_case *c, const sim_tables *tables, sim_result *out, char 
     return ok;
 }
 
-/* Pulls instead of copying from fewer than `distance` rows away. Rows of one token in one tile stay together. */
-static void forget_copies(sim_tables *tables, int64_t distance)
-{
-    for (int32_t r = 0; r < tables->num_ranks; r++) {
-        mk_table *t = &tables->ranks[r].table;
-        for (int64_t i = 0; i < (int64_t)tables->ranks[r].head.num_tiles * MK_ROW_TILE; i++)
-            for (int backward = 0; backward < 2; backward++) {
-                int32_t *from = backward ? &t->rows[i].copy_bwd : &t->rows[i].copy_fwd;
-                bool same_tile = *from / MK_ROW_TILE == i / MK_ROW_TILE;
-                if (*from < 0 || llabs(*from - i) >= distance || (same_tile && distance < INT32_MAX))
-                    continue;
-                (backward ? t->copies_out_bwd : t->copies_out_fwd)[*from / MK_ROW_TILE]--;
-                *from = -1;
-            }
-    }
-}
-
 bool sim_make_tables(const sim_case *c, sim_tables *tables, char *error, size_t error_size)
 {
     const sim_strategy *strategy = &sim_strategies[c->strategy];
-    if (!sim_tables_make(&c->dims, c->tokens, c->ids, strategy->serial ? c->dims.ring_tiles : 0, tables)) {
+    bool no_copies = strategy->push_dispatch || strategy->serial; /* a sender cannot know what is in the receiver's ring; nor are copies known of there */
+    if (!sim_tables_make(&c->dims, c->tokens, c->ids, strategy->serial ? c->dims.ring_tiles : 0, no_copies ? SIM_NO_COPIES : c->copy_distance, tables)) {
         snprintf(error, error_size, "out of memory for the row tables of %d ranks", c->dims.num_ranks);
         return false;
     }
-    if (strategy->push_dispatch || strategy->serial) /* a sender cannot know what is in the receiver's ring; nor are copies known of there */
-        forget_copies(tables, INT32_MAX);
-    else if (c->copy_distance)
-        forget_copies(tables, c->copy_distance);
     return true;
 }
 

@@ -49,7 +49,7 @@ typedef struct sim_case {
     sim_strategy_id strategy;
     bool mxfp8, sustained;
     bool no_signals;           /* push dispatch: as if telling a peer cost nothing */
-    int64_t copy_distance;     /* a row is not copied from one that is fewer rows away, but pulled: INT32_MAX for no copies at all */
+    int64_t copy_distance;     /* as in sim_tables_make */
     bool free_link;            /* as if moving rows between GPUs cost nothing: what is left is not communication */
     int32_t comm_sms;          /* 0: a dispatch warp in every SM */
     const int32_t *ids;        /* [P * T, K], -1 = dropped */

@@ -84,8 +84,18 @@ static void place_rows(sim_tables *s, int64_t topk, const int32_t *ids, const in
         }
 }
 
+/* distance: as in sim_tables_make. */
+static bool may_copy(const mk_dims *d, int64_t at, int64_t from, bool backward, int64_t distance)
+{
+    int64_t mb_tiles = backward ? d->mb_tiles_bwd : d->mb_tiles_fwd;
+    if (distance == SIM_COPIES_AS_BUILT)
+        return mk_copy_in_reach(at, from, d->ring_tiles, mb_tiles);
+    bool same_tile = at / MK_ROW_TILE == from / MK_ROW_TILE, far = llabs(at - from) >= distance || (same_tile && distance < SIM_NO_COPIES);
+    return far && mk_copy_in_ring(at, from, d->ring_tiles, mb_tiles);
+}
+
 /* last[g]: the last row of token g that the walk has met, valid if stamp[g] is this sweep's. */
-static void plan_copies(const sim_tables *s, sim_rank_table *r, int32_t *last, int32_t *stamp, int32_t sweep, bool backward)
+static void plan_copies(const sim_tables *s, sim_rank_table *r, int32_t *last, int32_t *stamp, int32_t sweep, bool backward, int64_t distance)
 {
     const mk_dims *d = &r->dims;
     mk_schedule_head *h = &r->head;
@@ -98,7 +108,7 @@ static void plan_copies(const sim_tables *s, sim_rank_table *r, int32_t *last, i
             continue;
         int64_t g = s->token_first[row->src_rank] + row->src_slot / d->topk;
         int32_t from = stamp[g] == sweep ? last[g] : -1;
-        if (from >= 0 && !mk_copy_in_reach(at, from, d->ring_tiles, backward ? d->mb_tiles_bwd : d->mb_tiles_fwd))
+        if (from >= 0 && !may_copy(d, at, from, backward, distance))
             from = -1;
         last[g] = (int32_t)at;
         stamp[g] = sweep;
@@ -120,15 +130,14 @@ static void plan_pieces(sim_rank_table *r, int64_t piece_tiles)
     mk_table *t = &r->table;
     /* Cut everywhere: a "minibatch" of piece_tiles in a ring of as many always has to cut (mk_must_cut). */
     mk_piece_plan plan = {t->segment_tile, t->segment_rows, d->experts_count, r->head.num_tiles, piece_tiles ? piece_tiles : d->mb_tiles_bwd,
-                          piece_tiles ? piece_tiles : d->ring_tiles, t->pieces, t->piece_of_tile, t->piece_first, t->tiles, -1, 0};
+                          piece_tiles ? piece_tiles : d->ring_tiles, t->pieces, t->piece_of_tile, t->piece_first, t->tiles, -1, 0, 0};
     r->head.num_pieces = mk_build_pieces(&plan);
-    for (int32_t i = 0; i < r->head.num_pieces; i++)
-        r->head.wgrad_continued += !t->pieces[i].is_first;
+    r->head.wgrad_continued = plan.num_continued;
     for (int64_t row = 0; row < (int64_t)r->head.num_tiles * MK_ROW_TILE; row++)
         r->head.rows_peer += t->rows[row].src_rank >= 0 && t->rows[row].src_rank != d->rank;
 }
 
-bool sim_tables_make(const mk_dims *dims, int64_t tokens, const int32_t *ids, int64_t piece_tiles, sim_tables *out)
+bool sim_tables_make(const mk_dims *dims, int64_t tokens, const int32_t *ids, int64_t piece_tiles, int64_t copy_distance, sim_tables *out)
 {
     int64_t num_experts = dims->num_experts, routes = tokens * dims->num_ranks * dims->topk;
     *out = (sim_tables){.num_ranks = dims->num_ranks, .num_tokens = tokens * dims->num_ranks};
@@ -158,8 +167,8 @@ bool sim_tables_make(const mk_dims *dims, int64_t tokens, const int32_t *ids, in
     if (ok) {
         place_rows(out, dims->topk, ids, owner, cursor);
         for (int32_t r = 0; r < dims->num_ranks; r++) {
-            plan_copies(out, &out->ranks[r], last, stamp, 2 * r + 1, false);
-            plan_copies(out, &out->ranks[r], last, stamp, 2 * r + 2, true);
+            plan_copies(out, &out->ranks[r], last, stamp, 2 * r + 1, false, copy_distance);
+            plan_copies(out, &out->ranks[r], last, stamp, 2 * r + 2, true, copy_distance);
             plan_pieces(&out->ranks[r], piece_tiles);
         }
     }

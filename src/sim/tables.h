@@ -25,8 +25,10 @@ typedef struct sim_tables {
 mk_dims sim_dims(const mok_config *cfg, const mok_plan *plan, int32_t num_ranks, int32_t rank);
 
 /* dims: of rank 0. ids: [num_ranks * tokens, topk], -1 = dropped. piece_tiles > 0: weight gradients are cut at every so many tiles instead
- * of where the ring wants it. False: out of memory. Free with sim_tables_free. */
-bool sim_tables_make(const mk_dims *dims, int64_t tokens, const int32_t *ids, int64_t piece_tiles, sim_tables *out);
+ * of where the ring wants it. copy_distance: no row is copied from one of another tile that is fewer rows away (SIM_…: or as the library does, or none
+ * is copied at all). False: out of memory. Free with sim_tables_free. */
+enum { SIM_COPIES_AS_BUILT = 0, SIM_NO_COPIES = INT32_MAX };
+bool sim_tables_make(const mk_dims *dims, int64_t tokens, const int32_t *ids, int64_t piece_tiles, int64_t copy_distance, sim_tables *out);
 void sim_tables_free(sim_tables *t);
 
 #endif

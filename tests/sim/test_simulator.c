@@ -65,7 +65,7 @@ TEST(row_tables_are_those_of_mok_schedule)
         sim_tables tables;
         REQUIRE(mok_plan_query(&cfg, ranks, 0, 0, 0, 0, &plan, NULL, &none) == MOK_OK);
         mk_dims d = sim_dims(&cfg, &plan, ranks, 0);
-        REQUIRE(sim_tables_make(&d, cfg.max_tokens, ids, 0, &tables));
+        REQUIRE(sim_tables_make(&d, cfg.max_tokens, ids, 0, SIM_COPIES_AS_BUILT, &tables));
         table_job job = {ids, cfg.max_tokens, 0, &tables};
         ranks_run(ranks, &cfg, compare_rank, &job);
         copied += job.copied;

@@ -27,14 +27,14 @@ static int made_compare(const void *pa, const void *pb)
     return 0;
 }
 
-/* Row `i`'s source for a copy: the nearest row of the same token on the side the walk comes from, if in reach. */
+/* Row `i`'s source for a copy: the nearest row of the same token on the side the walk comes from, if in reach and in the same tile, or not too near. */
 static int32_t made_copy(const made_table *m, const int64_t *token_of_row, int64_t i, bool backward)
 {
     int64_t rows = (int64_t)m->head.num_tiles * MK_ROW_TILE, step = backward ? -1 : 1;
-    int64_t reach = (m->d.ring_tiles - (backward ? m->d.mb_tiles_bwd : m->d.mb_tiles_fwd)) * MK_ROW_TILE;
+    int64_t mb = (backward ? m->d.mb_tiles_bwd : m->d.mb_tiles_fwd) * MK_ROW_TILE, reach = m->d.ring_tiles * MK_ROW_TILE - mb;
     for (int64_t j = i + step, between = 0; j >= 0 && j < rows && between < reach; j += step, between++)
         if (token_of_row[j] == token_of_row[i])
-            return (int32_t)j;
+            return j / MK_ROW_TILE != i / MK_ROW_TILE && between + 1 < 2048 && between + 1 < mb ? -1 : (int32_t)j;
     return -1;
 }
 
@@ -100,7 +100,7 @@ static inline void table_make(made_table *m, const mk_dims *d, const int64_t *to
         m->head.rows_pulled_peer_bwd += peer && row->copy_bwd < 0;
     }
     mk_piece_plan plan = {m->t.segment_tile, m->t.segment_rows, d->experts_count, tile, d->mb_tiles_bwd, d->ring_tiles,
-                          m->t.pieces, m->t.piece_of_tile, m->t.piece_first, m->t.tiles, -1, 0};
+                          m->t.pieces, m->t.piece_of_tile, m->t.piece_first, m->t.tiles, -1, 0, 0};
     m->head.num_pieces = mk_build_pieces(&plan);
     m->t.head = &m->head;
     free(rows);

@@ -192,7 +192,7 @@ static mok_status launch_s0(const cuda_call *c, const mok_schedule_args *a)
     MK_TRY(launch(c, MK_CUDA_mok_s0_scan, mk_max(d->experts_count, 1), &p, 0));
     MK_TRY(launch(c, MK_CUDA_mok_s0_segments, 1, &p, 0));
     MK_TRY(launch(c, MK_CUDA_mok_s0_place, MK_SCHEDULE_CHUNKS / 8, &p, 0));
-    return launch(c, MK_CUDA_mok_s0_copies, blocks_for(c, mk_ceil_div(d->max_tokens * d->num_ranks, 256)), &p, 0);
+    return launch(c, MK_CUDA_mok_s0_copies, blocks_for(c, mk_ceil_div(MK_SLOTS(d) * d->num_ranks, 256)), &p, 0);
 }
 
 static mok_status run_schedule(cuda_call *c, const mok_schedule_args *a)

@@ -6,7 +6,7 @@
  *   scan      per expert, over chunks: counts become each chunk's first place in the expert's segment
  *   segments  segment starts, weight-gradient pieces, head
  *   place     the same walk as count: every route gets its row, in order, without atomics
- *   copies    per token: the nearest row of the same token in both directions */
+ *   copies    per route: the nearest row of the same token in both directions */
 #ifndef MK_STAGE_S0_SCHEDULE_CUH
 #define MK_STAGE_S0_SCHEDULE_CUH
 
@@ -112,6 +112,23 @@ MK_DEVICE void s0_count(const mk_s0_params &p, int64_t chunk)
 
 /* ---- scan ---- */
 
+/* All threads of a block, each with a number: the sum of those of the threads before, and of all. sums: [S0_THREADS] of shared memory, free again after the
+ * next barrier. */
+MK_DEVICE int32_t sum_before(int32_t *sums, int32_t mine, int32_t *total)
+{
+    const int32_t thread = (int32_t)thread_idx();
+    store(&sums[thread], mine);
+    barrier_block_sync();
+    for (int32_t step = 1; step < S0_THREADS; step *= 2) { /* Hillis and Steele */
+        const int32_t left = thread >= step ? load(&sums[thread - step]) : 0;
+        barrier_block_sync();
+        store(&sums[thread], load(&sums[thread]) + left);
+        barrier_block_sync();
+    }
+    *total = load(&sums[S0_THREADS - 1]);
+    return load(&sums[thread]) - mine;
+}
+
 /* One block per expert. Exclusive sums over chunks, in place; the total is the expert's rows. */
 MK_DEVICE void s0_scan(const mk_s0_params &p, int64_t expert)
 {
@@ -126,21 +143,13 @@ MK_DEVICE void s0_scan(const mk_s0_params &p, int64_t expert)
         mine[i] = load(&s.counts[(int64_t)(thread * each + i) * s.r.dims.experts_count + expert]);
         sum += mine[i];
     }
-    store(&sums[thread], sum);
-    barrier_block_sync();
-    for (int32_t step = 1; step < S0_THREADS; step *= 2) { /* Hillis and Steele */
-        const int32_t left = thread >= step ? load(&sums[thread - step]) : 0;
-        barrier_block_sync();
-        store(&sums[thread], load(&sums[thread]) + left);
-        barrier_block_sync();
-    }
-    int32_t before = load(&sums[thread]) - sum;
+    int32_t total, before = sum_before(sums, sum, &total);
     for (int32_t i = 0; i < each; i++) {
         store(&s.counts[(int64_t)(thread * each + i) * s.r.dims.experts_count + expert], before);
         before += mine[i];
     }
-    if (thread == S0_THREADS - 1)
-        store(&s.t.segment_rows[expert], before);
+    if (thread == 0)
+        store(&s.t.segment_rows[expert], total);
 }
 
 /* ---- segments ---- */
@@ -155,41 +164,40 @@ MK_DEVICE void s0_fault_bad_id(const S0 &s, uint64_t bad)
 
 /* Of the one block of s0_segments. */
 struct SegmentsShared {
-    int32_t batch[S0_THREADS];
-    int32_t num_tiles;
+    int32_t sums[S0_THREADS];
     int32_t tile[S0_SHARED_EXPERTS + 1], rows[S0_SHARED_EXPERTS]; /* segment_tile and segment_rows, if the experts are few */
 };
 static_assert(sizeof(SegmentsShared) <= MK_SMALL_SHARED, "shared memory of mok_s0_segments");
 
-/* Segment starts, one thread; experts come through shared memory in batches of S0_THREADS. */
+/* Segment starts, a thread for each expert. All threads get the table's tiles. */
 MK_DEVICE int64_t s0_place_segments(const S0 &s, SegmentsShared &shared, int64_t *num_rows)
 {
-    const int32_t thread = (int32_t)thread_idx();
     const int64_t num_experts = s.r.dims.experts_count;
     int64_t tile = 0;
     *num_rows = 0;
     for (int64_t first = 0; first < num_experts; first += S0_THREADS) {
-        const int64_t e = first + thread;
-        const int32_t own = e < num_experts ? load(&s.t.segment_rows[e]) : 0;
-        store(&shared.batch[thread], own);
-        if (e < mk_min(num_experts, S0_SHARED_EXPERTS))
-            store(&shared.rows[e], own);
+        const int64_t e = first + thread_idx();
+        const int32_t rows = e < num_experts ? load(&s.t.segment_rows[e]) : 0;
+        int32_t batch_rows, batch_tiles;
+        sum_before(shared.sums, rows, &batch_rows);
         barrier_block_sync();
-        for (int64_t i = 0; i < S0_THREADS && first + i < num_experts && thread == 0; i++) {
-            const int32_t rows = load(&shared.batch[i]);
-            store(&s.t.segment_tile[first + i], (int32_t)tile);
-            if (first + i < S0_SHARED_EXPERTS)
-                store(&shared.tile[first + i], (int32_t)tile);
-            *num_rows += rows;
-            tile += mk_ceil_div(rows, MK_ROW_TILE);
+        const int32_t start = (int32_t)tile + sum_before(shared.sums, (int32_t)mk_ceil_div(rows, MK_ROW_TILE), &batch_tiles);
+        barrier_block_sync();
+        if (e < num_experts)
+            store(&s.t.segment_tile[e], start);
+        if (e < mk_min(num_experts, S0_SHARED_EXPERTS)) {
+            store(&shared.rows[e], rows);
+            store(&shared.tile[e], start);
         }
-        barrier_block_sync();
+        *num_rows += batch_rows;
+        tile += batch_tiles;
     }
-    if (thread == 0) {
+    if (thread_idx() == 0) {
         store(&s.t.segment_tile[num_experts], (int32_t)tile);
         if (num_experts <= S0_SHARED_EXPERTS)
             store(&shared.tile[num_experts], (int32_t)tile);
     }
+    barrier_block_sync();
     return tile;
 }
 
@@ -199,7 +207,7 @@ MK_DEVICE mk_piece_plan s0_piece_plan(const S0 &s, const SegmentsShared &shared,
     const mk_dims &d = s.r.dims;
     const bool fit = d.experts_count <= S0_SHARED_EXPERTS;
     return {fit ? shared.tile : s.t.segment_tile, fit ? shared.rows : s.t.segment_rows, d.experts_count, num_tiles, d.mb_tiles_bwd, d.ring_tiles,
-            s.t.pieces, s.t.piece_of_tile, s.t.piece_first, s.t.tiles, -1, 1};
+            s.t.pieces, s.t.piece_of_tile, s.t.piece_first, s.t.tiles, -1, 1, 0};
 }
 
 MK_DEVICE void s0_write_head(const S0 &s, const SegmentsShared &shared, int64_t num_tiles, int64_t num_rows)
@@ -210,8 +218,7 @@ MK_DEVICE void s0_write_head(const S0 &s, const SegmentsShared &shared, int64_t 
     h.num_pieces = mk_build_pieces(&plan);
     note_written(s.t.pieces, sizeof(mk_piece) * (uint64_t)h.num_pieces);
     note_written(s.t.piece_first, sizeof(int32_t) * (uint64_t)(mk_ceil_div(num_tiles, d.mb_tiles_bwd) + 1));
-    for (int32_t i = 0; i < h.num_pieces; i++)
-        h.wgrad_continued += !s.t.pieces[i].is_first;
+    h.wgrad_continued = plan.num_continued;
     h.magic = MK_SCHEDULE_MAGIC;
     h.fingerprint = s.r.fingerprint;
     h.number = load(&device_state(s.r)->calls);
@@ -235,14 +242,13 @@ MK_DEVICE void s0_segments(const mk_s0_params &p)
     }
     SegmentsShared &shared = *static_cast<SegmentsShared *>(shared_base());
     int64_t num_rows;
-    const int64_t placed = s0_place_segments(s, shared, &num_rows);
+    const int64_t num_tiles = s0_place_segments(s, shared, &num_rows);
     if (thread_idx() == 0) {
-        store(&shared.num_tiles, (int32_t)placed);
-        s0_write_head(s, shared, placed, num_rows);
+        s0_write_head(s, shared, num_tiles, num_rows);
         store(&device_state(s.r)->done[MK_OP_SCHEDULE], load(&device_state(s.r)->done[MK_OP_SCHEDULE]) + 1);
     }
     barrier_block_sync();
-    const int32_t num_tiles = load(&shared.num_tiles), num_pieces = load(&s.t.head->num_pieces);
+    const int32_t num_pieces = load(&s.t.head->num_pieces);
     const mk_piece_plan plan = s0_piece_plan(s, shared, num_tiles);
     for (int32_t i = (int32_t)thread_idx(); i < num_pieces; i += S0_THREADS)
         mk_piece_fill(&plan, i);
@@ -304,7 +310,9 @@ MK_DEVICE void s0_place(const mk_s0_params &p, int64_t chunk)
 
 /* ---- copies ---- */
 
-struct S0Sums { int64_t copied_fwd = 0, copied_bwd = 0, peer_fwd = 0, peer_bwd = 0, peer = 0; };
+/* What copies counts for the head: rows copied and rows of other ranks' tokens that are pulled, in both directions; rows of other ranks' tokens. */
+enum { S0_COPIED_FWD, S0_COPIED_BWD, S0_PULLED_PEER_FWD, S0_PULLED_PEER_BWD, S0_PEER, S0_NUM_SUMS };
+struct S0Sums { uint32_t n[S0_NUM_SUMS] = {}; };
 
 /* The row of one route: looks at the token's other rows (K or fewer) for the nearest on either side. */
 MK_DEVICE void s0_copy_row(const S0 &s, const int32_t *rows, int64_t topk, int32_t row, bool remote, S0Sums &sums)
@@ -328,36 +336,48 @@ MK_DEVICE void s0_copy_row(const S0 &s, const int32_t *rows, int64_t topk, int32
         counter_add_relaxed_gpu(reinterpret_cast<uint32_t *>(&s.t.copies_out_fwd[above / MK_ROW_TILE]), 1);
     if (below >= 0)
         counter_add_relaxed_gpu(reinterpret_cast<uint32_t *>(&s.t.copies_out_bwd[below / MK_ROW_TILE]), 1);
-    sums.copied_fwd += above >= 0;
-    sums.copied_bwd += below >= 0;
-    sums.peer_fwd += remote && above < 0;
-    sums.peer_bwd += remote && below < 0;
-    sums.peer += remote;
+    sums.n[S0_COPIED_FWD] += above >= 0;
+    sums.n[S0_COPIED_BWD] += below >= 0;
+    sums.n[S0_PULLED_PEER_FWD] += remote && above < 0;
+    sums.n[S0_PULLED_PEER_BWD] += remote && below < 0;
+    sums.n[S0_PEER] += remote;
 }
 
-MK_DEVICE void s0_add_sum(int64_t *total, int64_t n)
+/* All threads of a block: one addition to the head for each block. */
+MK_DEVICE void s0_add_sums(const S0 &s, const S0Sums &sums)
 {
-    if (n)
-        counter_add_relaxed_gpu(reinterpret_cast<uint64_t *>(total), (uint64_t)n);
+    uint32_t *of_warps = static_cast<uint32_t *>(shared_base()); /* [S0_WARPS, S0_NUM_SUMS] */
+    int64_t *const totals[S0_NUM_SUMS] = {&s.t.head->rows_copied_fwd, &s.t.head->rows_copied_bwd, &s.t.head->rows_pulled_peer_fwd, &s.t.head->rows_pulled_peer_bwd,
+                                          &s.t.head->rows_peer};
+    const uint32_t own = warp_idx();
+    MK_UNROLL for (uint32_t i = 0; i < S0_NUM_SUMS; i++) {
+        const uint32_t sum = sum_of_warp(sums.n[i]);
+        if (lane_idx() == 0)
+            store(&of_warps[own * S0_NUM_SUMS + i], sum);
+    }
+    barrier_block_sync();
+    MK_UNROLL for (uint32_t i = 0; i < S0_NUM_SUMS; i++) {
+        uint32_t sum = 0;
+        for (uint32_t warp = 0; warp < S0_WARPS && thread_idx() == i; warp++)
+            sum += load(&of_warps[warp * S0_NUM_SUMS + i]);
+        if (sum)
+            counter_add_relaxed_gpu(reinterpret_cast<uint64_t *>(totals[i]), sum);
+    }
 }
 
-/* All threads of the grid, a token at a time. */
+/* All threads of the grid, a route at a time. */
 MK_DEVICE void s0_copies(const mk_s0_params &p, int64_t thread, int64_t num_threads)
 {
     const S0 s(p);
     const int64_t topk = s.r.dims.topk, own_first = load(&s.t.token_first[s.r.dims.rank]), own_end = load(&s.t.token_first[s.r.dims.rank + 1]);
     S0Sums sums;
-    for (int64_t token = thread; token < s.num_global; token += num_threads)
-        for (int64_t k = 0; k < topk; k++) {
-            const int32_t row = load(&s.route_rows[token * topk + k]);
-            if (row >= 0)
-                s0_copy_row(s, s.route_rows + token * topk, topk, row, token < own_first || token >= own_end, sums);
-        }
-    s0_add_sum(&s.t.head->rows_copied_fwd, sums.copied_fwd);
-    s0_add_sum(&s.t.head->rows_copied_bwd, sums.copied_bwd);
-    s0_add_sum(&s.t.head->rows_pulled_peer_fwd, sums.peer_fwd);
-    s0_add_sum(&s.t.head->rows_pulled_peer_bwd, sums.peer_bwd);
-    s0_add_sum(&s.t.head->rows_peer, sums.peer);
+    for (int64_t route = thread; route < s.num_global * topk; route += num_threads) {
+        const int64_t token = route / topk;
+        const int32_t row = load(&s.route_rows[route]);
+        if (row >= 0)
+            s0_copy_row(s, s.route_rows + token * topk, topk, row, token < own_first || token >= own_end, sums);
+    }
+    s0_add_sums(s, sums);
 }
 
 } /* namespace mk */
