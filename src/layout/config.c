@@ -136,6 +136,10 @@ double mk_two_wave_rows(const mok_config *c, mk_machine machine, bool backward, 
     return 2.0 * machine.num_sms * machine.tile_rows * machine.tile_cols / (double)*narrowest;
 }
 
+/* Minibatches that a ring is to hold, where their size is chosen: one for each stage that is under way (rows that come, gate/up, down), and two more in a
+ * backward without replays, which has shorter tasks. Measured in a ring of a quarter of the rows: docs/performance.md. */
+static int64_t minibatches_of_ring(const mok_config *c, bool backward) { return backward && c->save == MOK_SAVE_ALL ? 5 : 3; }
+
 /* Chosen minibatch: the two-wave bound, in whole clusters of rows, but no more than the ring or the worst table can use. */
 static int64_t choose_minibatch(const mok_config *c, mk_machine machine, bool backward, int64_t capacity_rows)
 {
@@ -143,8 +147,8 @@ static int64_t choose_minibatch(const mok_config *c, mk_machine machine, bool ba
     if (machine.num_sms)
         rows = mk_round_up(mk_max((int64_t)ceil(mk_two_wave_rows(c, machine, backward, &narrowest)), 1), MK_CLUSTER_ROWS);
     rows = mk_min(rows, mk_round_up(mk_max(capacity_rows, 1), MK_CLUSTER_ROWS));
-    if (c->ring_rows) /* half of the ring, which may be a single tile */
-        rows = mk_min(rows, mk_max(c->ring_rows / 2 / MK_ROW_TILE, 1) * MK_ROW_TILE);
+    if (c->ring_rows) /* a share of the ring, at least a tile */
+        rows = mk_min(rows, mk_max(c->ring_rows / minibatches_of_ring(c, backward) / MK_ROW_TILE, 1) * MK_ROW_TILE);
     return mk_min(rows, max_minibatch);
 }
 
