@@ -133,7 +133,8 @@ static bool take_settings(reader *r, const sim_profile *p, mok_config *cfg, int3
         set_macrobatch(&with, &out->c);
     out->c.strategy = strategy;
     out->c.comm_sms = (int32_t)optional(r, "comm_sms");
-    out->c.copy_distance = json_get(r->record, "copy_distance") ? SIM_COPIES_AS_BUILT : 1; /* measured before there was one: copies from any distance */
+    int64_t distance = json_get(r->record, "copy_distance") ? optional(r, "copy_distance") : 1; /* without: measured when rows were copied from any distance */
+    out->c.copy_distance = distance == MK_COPY_DISTANCE ? SIM_COPIES_AS_BUILT : distance;
     out->c.mxfp8 = !strcmp(optional_text(r, "dtype", "bf16"), "mxfp8");
     out->calibrate = json_get(r->record, "fit") && json_get(r->record, "fit")->boolean;
     return true;

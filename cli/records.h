@@ -1,6 +1,7 @@
 /* Records of bench/bench_layer.py as cases for the simulator. A record's pass is forward, backward, or train: one after the other. These fields may be
  * left out:
- *   "ring_rows", "minibatch_rows", "save": as the options of mok simulate
+ *   "ring_rows", "minibatch_rows", "save": as the options of mok simulate; "minibatch_rows_bwd", if it is another one
+ *   "copy_distance": that of the library that was measured (MK_COPY_DISTANCE); without it: 1, rows were copied from any distance
  *   "strategy", "comm_sms": the same, of other systems' measurements
  *   "dtype": "mxfp8"; "routing": "uniform" instead of the draws of bench/
  *   "fit": true or false, which half the record belongs to; in all records of a file or in none */

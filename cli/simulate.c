@@ -299,7 +299,7 @@ int command_simulate(int argc, char **argv)
         ARG_INT("racks", "N", &s.racks, 1, 1, 64, "data-parallel groups of so many ranks, each with a routing of its own"),
         ARG_INT("seed", "N", &seed, 1, 0, ARG_NO_LIMIT, "of the routing"),
         ARG_FLAG("no-signals", &s.no_signals, "push dispatch: telling the peer costs nothing"),
-        ARG_INT("copy-distance", "ROWS", &s.copy_distance, SIM_COPIES_AS_BUILT, 0, INT32_MAX, "pull a row rather than copy it from fewer rows away; 0: as the library does"),
+        ARG_INT("copy-distance", "ROWS", &s.copy_distance, SIM_COPIES_AS_BUILT, 0, INT32_MAX, "pull a row rather than copy it from fewer rows away; 1: copy from any distance; 0: as the library does"),
         ARG_FLAG("no-copies", &no_copies, "pull every row, also where an earlier row of its token is in the ring"),
         ARG_DOUBLE("moe-share", "SHARE", &s.moe_share, 0, 0, 1, "share of these layers in the step of --baseline: also print the step's ratio"),
         ARG_STRING("baseline", "NAME", &baseline, "nccl", "what the share belongs to"),

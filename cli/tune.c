@@ -339,7 +339,7 @@ int command_tune(int argc, char **argv)
         ARG_STRING("mode", "MODE", &mode, "sustained", "burst: a cool chip; sustained: as in training"),
         ARG_INT("seed", "N", &seed, 1, 0, ARG_NO_LIMIT, "of the routing that is searched on"),
         ARG_INT("seeds", "N", &t.seeds, 3, 1, MAX_SEEDS, "other routings that the choice is tried on"),
-        ARG_INT("copy-distance", "ROWS", &t.s.copy_distance, SIM_COPIES_AS_BUILT, 0, INT32_MAX, "pull a row rather than copy it from fewer rows away; 0: as the library does"),
+        ARG_INT("copy-distance", "ROWS", &t.s.copy_distance, SIM_COPIES_AS_BUILT, 0, INT32_MAX, "pull a row rather than copy it from fewer rows away; 1: copy from any distance; 0: as the library does"),
         ARG_STRING("svg", "FILE", &svg, NULL, "draw time over minibatch and communication SMs"),
         ARG_FLAG("json", &json, "print JSON"),
     };

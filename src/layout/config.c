@@ -136,19 +136,25 @@ double mk_two_wave_rows(const mok_config *c, mk_machine machine, bool backward, 
     return 2.0 * machine.num_sms * machine.tile_rows * machine.tile_cols / (double)*narrowest;
 }
 
-/* Minibatches that a ring is to hold, where their size is chosen: one for each stage that is under way (rows that come, gate/up, down), and two more in a
- * backward without replays, which has shorter tasks. Measured in a ring of a quarter of the rows: docs/performance.md. */
-static int64_t minibatches_of_ring(const mok_config *c, bool backward) { return backward && c->save == MOK_SAVE_ALL ? 5 : 3; }
+/* Minibatches that a ring is to hold at least, where their size is chosen. Two are legal, and enough where it holds all rows. A ring that turns wants one for each
+ * stage that is under way: rows that come, gate/up, down; and two more in a backward without replays, which has the longer way from a row's coming to its weight
+ * gradient. Measured in rings of a quarter and of half of the rows: docs/performance.md. */
+static int64_t minibatches_of_ring(const mok_config *c, bool backward, int64_t expected_rows)
+{
+    if (c->ring_rows >= expected_rows)
+        return 2;
+    return backward && c->save == MOK_SAVE_ALL ? 5 : 3;
+}
 
 /* Chosen minibatch: the two-wave bound, in whole clusters of rows, but no more than the ring or the worst table can use. */
-static int64_t choose_minibatch(const mok_config *c, mk_machine machine, bool backward, int64_t capacity_rows)
+static int64_t choose_minibatch(const mok_config *c, mk_machine machine, bool backward, int64_t expected_rows, int64_t capacity_rows)
 {
     int64_t narrowest, rows = MK_CLUSTER_ROWS;
     if (machine.num_sms)
         rows = mk_round_up(mk_max((int64_t)ceil(mk_two_wave_rows(c, machine, backward, &narrowest)), 1), MK_CLUSTER_ROWS);
     rows = mk_min(rows, mk_round_up(mk_max(capacity_rows, 1), MK_CLUSTER_ROWS));
     if (c->ring_rows) /* a share of the ring, at least a tile */
-        rows = mk_min(rows, mk_max(c->ring_rows / minibatches_of_ring(c, backward) / MK_ROW_TILE, 1) * MK_ROW_TILE);
+        rows = mk_min(rows, mk_max(c->ring_rows / minibatches_of_ring(c, backward, expected_rows) / MK_ROW_TILE, 1) * MK_ROW_TILE);
     return mk_min(rows, max_minibatch);
 }
 
@@ -166,9 +172,9 @@ static mok_status resolve_schedule(mok_config *c, int32_t num_ranks, mk_machine 
     int64_t capacity = (c->max_tokens * num_ranks * c->topk + most * (MK_ROW_TILE - 1)) / MK_ROW_TILE * MK_ROW_TILE;
     c->ring_rows = mk_round_up(c->ring_rows, MK_ROW_TILE);
     if (!c->minibatch_rows)
-        c->minibatch_rows = choose_minibatch(c, machine, false, capacity);
+        c->minibatch_rows = choose_minibatch(c, machine, false, expected_rows(c, num_ranks, most), capacity);
     if (!c->minibatch_rows_bwd)
-        c->minibatch_rows_bwd = choose_minibatch(c, machine, true, capacity);
+        c->minibatch_rows_bwd = choose_minibatch(c, machine, true, expected_rows(c, num_ranks, most), capacity);
     c->minibatch_rows = mk_round_up(c->minibatch_rows, MK_ROW_TILE);
     c->minibatch_rows_bwd = mk_round_up(c->minibatch_rows_bwd, MK_ROW_TILE);
     int64_t smallest = 2 * mk_max(c->minibatch_rows, c->minibatch_rows_bwd);

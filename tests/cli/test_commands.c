@@ -149,9 +149,9 @@ TEST(plan_says_why_a_minibatch_is_not_the_bound)
     CHECK_EQ(run(command_plan, "--model mixtral-8x7b --minibatch 512"), 0);
     CHECK_STR(out, "512 rows, as asked");
     CHECK_EQ(run(command_plan, "--model mixtral-8x7b --ring 1024"), 0);
-    CHECK_STR(out, "a third of the ring allows only 256 rows");
+    CHECK_STR(out, "so small a ring allows only 256 rows");
     CHECK_EQ(run(command_plan, "--model mixtral-8x7b --ring 1024 --save all"), 0);
-    CHECK_STR(out, "a fifth of the ring allows only 128 rows");
+    CHECK_STR(out, "so small a ring allows only 128 rows");
     CHECK_EQ(run(command_plan, "--model mixtral-8x7b --tokens 64"), 0);
     CHECK_STR(out, "the worst routing allows only");
     CHECK_EQ(run(command_plan, "--model mixtral-8x7b --backend cpu"), 0);

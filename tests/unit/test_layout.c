@@ -469,6 +469,36 @@ static int64_t bytes_of(const mok_buffer_info *all, const char *name)
     return bytes;
 }
 
+/* Chosen minibatches: the two-wave bound, unless the ring turns; and giving one of them does not make the other too long for the ring. */
+TEST(minibatches_follow_a_ring_that_turns)
+{
+    mok_config c = MOK_INIT(mok_config);
+    mok_plan whole = MOK_INIT(mok_plan), p = MOK_INIT(mok_plan);
+    int32_t none = 0;
+    c.hidden = 7168, c.intermediate = 2048, c.num_experts = 8, c.topk = 8, c.max_tokens = 2048, c.backend = MOK_BACKEND_CUDA;
+#define PLAN(to) CHECK_EQ(mok_plan_query(&c, 1, 0, 132, 0, 0, &(to), NULL, &none), MOK_OK)
+    PLAN(whole); /* 16,384 rows */
+    c.ring_rows = whole.ring_rows;
+    PLAN(p);
+    CHECK_EQ(p.forward.minibatch_rows, whole.forward.minibatch_rows);
+    CHECK_EQ(p.backward.minibatch_rows, whole.backward.minibatch_rows);
+    c.ring_rows = 4352;
+    PLAN(p);
+    CHECK_EQ(p.forward.minibatch_rows, 11 * 128);
+    CHECK_EQ(p.backward.minibatch_rows, 11 * 128);
+    c.save = MOK_SAVE_ALL;
+    PLAN(p);
+    CHECK_EQ(p.forward.minibatch_rows, 11 * 128);
+    CHECK_EQ(p.backward.minibatch_rows, 6 * 128);
+    c.minibatch_rows = 17 * 128;
+    PLAN(p);
+    CHECK_EQ(p.backward.minibatch_rows, 6 * 128);
+    c.ring_rows = 256, c.minibatch_rows = 0, c.minibatch_rows_bwd = 128;
+    PLAN(p);
+    CHECK_EQ(p.forward.minibatch_rows, 128);
+#undef PLAN
+}
+
 /* A GPU with more SMs than any Hopper: operands in MXFP8 are kept as they are; those of weight gradients of bf16, widened. */
 TEST(plan_of_MXFP8_on_Blackwell)
 {

@@ -201,7 +201,7 @@ MK_DEVICE int64_t s0_place_segments(const S0 &s, SegmentsShared &shared, int64_t
     return tile;
 }
 
-/* One thread cuts the pieces, and reads the segments many times: from shared memory, if they fit. */
+/* One thread cuts the pieces, and reads one segment after the other: from shared memory, if they fit. */
 MK_DEVICE mk_piece_plan s0_piece_plan(const S0 &s, const SegmentsShared &shared, int64_t num_tiles)
 {
     const mk_dims &d = s.r.dims;
