@@ -41,7 +41,7 @@ TEST(warps_take_many_places_and_experts_are_more_than_threads)
     s.hidden = s.intermediate = 64;
     s.tokens = {520};
     s.topk = 64;     /* 64 x 9 x 64 places, more than 1024 warps have lanes */
-    s.experts = 270;
+    s.experts = 400; /* nor do their segments fit into shared memory */
     s.dropped = 0.9;
     s.ring = 512;
     s.minibatch = 256;
