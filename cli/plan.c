@@ -9,7 +9,7 @@
 #include "shape.h"
 #include "term.h"
 
-enum { CLUSTER_ROWS = 256 /* chosen minibatches are multiples of it */ };
+enum { CLUSTER_ROWS = 256 /* chosen minibatches are multiples of it, or whole waves */ };
 
 /* Speeds assumed where none are given: dense BF16 peak in TFLOP/s, NVLink GB/s in one direction. Ascending by SMs. */
 static const struct machine { int32_t sms; const char *name; double rate, link; } machines[] = {
@@ -17,7 +17,7 @@ static const struct machine { int32_t sms; const char *name; double rate, link; 
     {148, "B200", 2250, 900},
 };
 
-/* The plan's minibatch in one sentence; the same three reasons that it has. */
+/* The plan's minibatch in one sentence; the same reasons that it has. */
 static void explain_minibatch(const plan_view *v, const mok_pass_plan *pass, int64_t asked, char *why, size_t size)
 {
     char bound[192], used[80];
@@ -32,6 +32,8 @@ static void explain_minibatch(const plan_view *v, const mok_pass_plan *pass, int
         snprintf(why, size, "%s, as asked (%s)", used, bound);
     else if (pass->two_wave_rows > 0 && pass->minibatch_rows == rounded)
         snprintf(why, size, "%s, rounded up to %d: %s", bound, CLUSTER_ROWS, used);
+    else if (pass->two_wave_rows > 0 && (double)pass->minibatch_rows >= pass->two_wave_rows)
+        snprintf(why, size, "%s, in whole waves of both GEMMs: %s", bound, used);
     else if (pass->two_wave_rows > 0)
         snprintf(why, size, "%s, but %s allows only %s", bound, v->cfg.ring_rows && v->cfg.ring_rows < v->plan.capacity_rows ? "so small a ring" : "the worst routing", used);
     else

@@ -146,12 +146,28 @@ static int64_t minibatches_of_ring(const mok_config *c, bool backward, int64_t e
     return backward && c->save == MOK_SAVE_ALL ? 5 : 3;
 }
 
-/* Chosen minibatch: the two-wave bound, in whole clusters of rows, but no more than the ring or the worst table can use. */
+static int64_t greatest_divisor(int64_t a, int64_t b) { return b ? greatest_divisor(b, a % b) : a; }
+
+/* Tasks of a row tile and tile_cols columns that are worked on at once: Hopper's clusters of two SMs draw one, Blackwell's draw two. */
+static int64_t tasks_at_once(mk_machine machine) { return machine.scaled ? machine.num_sms : mk_max(machine.num_sms / 2, 1); }
+
+int64_t mk_wave_rows(const mok_config *c, mk_machine machine, bool backward)
+{
+    int64_t inner = mk_ceil_div(backward ? c->intermediate : 2 * c->intermediate, machine.tile_cols), outer = mk_ceil_div(c->hidden, machine.tile_cols);
+    return tasks_at_once(machine) / greatest_divisor(tasks_at_once(machine), greatest_divisor(inner, outer)) * MK_ROW_TILE;
+}
+
+/* Chosen minibatch: the two-wave bound in whole waves, unless that is nearly all of the expected rows, and else in whole clusters of rows; but no more than the
+ * ring or the worst table can use. */
 static int64_t choose_minibatch(const mok_config *c, mk_machine machine, bool backward, int64_t expected_rows, int64_t capacity_rows)
 {
     int64_t narrowest, rows = MK_CLUSTER_ROWS;
-    if (machine.num_sms)
-        rows = mk_round_up(mk_max((int64_t)ceil(mk_two_wave_rows(c, machine, backward, &narrowest)), 1), MK_CLUSTER_ROWS);
+    if (machine.num_sms) {
+        int64_t two_waves = mk_max((int64_t)ceil(mk_two_wave_rows(c, machine, backward, &narrowest)), 1);
+        rows = mk_round_up(two_waves, mk_wave_rows(c, machine, backward));
+        if (8 * rows > 5 * expected_rows)
+            rows = mk_round_up(two_waves, MK_CLUSTER_ROWS);
+    }
     rows = mk_min(rows, mk_round_up(mk_max(capacity_rows, 1), MK_CLUSTER_ROWS));
     if (c->ring_rows) /* a share of the ring, at least a tile */
         rows = mk_min(rows, mk_max(c->ring_rows / minibatches_of_ring(c, backward, expected_rows) / MK_ROW_TILE, 1) * MK_ROW_TILE);

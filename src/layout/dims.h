@@ -16,7 +16,7 @@ enum {
     MK_SHARDS = 64,       /* V: the tokens of all ranks are cut into this many shards for the row order */
     MK_DW_GROUP = 64,     /* columns of I whose products one router-weight partial sums up */
     MK_WIDTH_UNIT = 64,   /* H, I and Is are multiples of it */
-    MK_CLUSTER_ROWS = 256 /* chosen minibatches are multiples of it, unless the ring bounds them */
+    MK_CLUSTER_ROWS = 256 /* chosen minibatches are multiples of it, unless they are whole waves or the ring bounds them */
 };
 
 typedef struct mk_dims {

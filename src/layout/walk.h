@@ -2,14 +2,16 @@
  * here. Numbers are handed out ascending by a ticket; a task waits only for tasks with smaller numbers (and, where a
  * communication role moves rows outside the walk, grid.dispatch = 0, for that role).
  *
- * Forward, over minibatches from the table's last to its first (step m = 0 is the last minibatch, the only short one), with a
- * lag of one minibatch between gate/up and down:
+ * A minibatch is mb_tiles tiles that follow each other in the walk; only its last one may be shorter. Where these are whole waves of tasks (layout/config.c),
+ * all clusters so go through a minibatch in step, and read the same operands at the same time.
+ *
+ * Forward, from the table's end to its begin, with a lag of one minibatch between gate/up and down:
  *
  *   shared gate_up, shared down,
  *   [dispatch 0][gate_up 0]  [dispatch 1][gate_up 1][down 0]  …  [dispatch M-1][gate_up M-1][down M-2]  [down M-1]
  *
  * Recompute: the same without down, over the minibatches that hold saved rows.
- * Backward, over minibatches from first to last, again with a lag of one:
+ * Backward, from the table's begin to its end, again with a lag of one:
  *
  *   shared gate_up (if not saved), shared dgrad_down, shared dgrad_gate_up, shared wgrad,
  *   [dispatch 0][gate_up 0: rows not saved][dgrad_down 0]  [dispatch 1][gate_up 1][dgrad_down 1][dgrad_gate_up 0][wgrad 0] …
@@ -87,9 +89,10 @@ MK_FN int32_t mk_walk_group(int64_t mb_tiles) { return (int32_t)mk_ceil_div(mb_t
 /* Tiles [*first, *end) of the walk's step m. */
 MK_FN void mk_walk_minibatch(const mk_walk *w, int64_t m, int64_t *first, int64_t *end)
 {
-    int64_t b = w->pass == MK_PASS_BACKWARD ? m : w->num_minibatches - 1 - m;
-    *first = b * w->mb_tiles;
-    *end = mk_min(*first + w->mb_tiles, w->num_tiles);
+    int64_t behind = m * w->mb_tiles, reached = mk_min(behind + w->mb_tiles, w->num_tiles); /* tiles of the walk */
+    int backward = w->pass == MK_PASS_BACKWARD;
+    *first = backward ? behind : w->num_tiles - reached;
+    *end = backward ? reached : w->num_tiles - behind;
 }
 
 /* Replayed tiles below tile `end`. */
@@ -99,21 +102,15 @@ MK_FN int64_t mk_walk_replayed(const mk_walk *w, int64_t end) { return end > w->
 MK_FN int64_t mk_walk_before_step(const mk_walk *w, int64_t m)
 {
     const mk_grid *g = &w->grid;
-    int64_t lead, lag; /* tiles whose leading and lagging tasks come before step m */
-    int64_t lead_steps = mk_min(m, w->num_minibatches), lag_steps = mk_max(m - 1, 0);
-    int64_t tasks = w->shared_tasks;
+    int64_t lag_steps = mk_max(m - 1, 0), tasks = w->shared_tasks;
+    int64_t lead = mk_min(m * w->mb_tiles, w->num_tiles), lag = mk_min(lag_steps * w->mb_tiles, w->num_tiles); /* tiles whose leading and lagging tasks come before step m */
     if (w->pass == MK_PASS_BACKWARD) {
-        lead = mk_min(lead_steps * w->mb_tiles, w->num_tiles);
-        lag = mk_min(lag_steps * w->mb_tiles, w->num_tiles);
         tasks += lead * (g->dispatch + g->dgrad_down) + mk_walk_replayed(w, lead) * g->gate_up;
         tasks += lag * g->dgrad_gate_up;
         if (g->wgrad)
             tasks += (int64_t)w->piece_first[mk_min(lag_steps, w->num_minibatches)] * g->wgrad;
         return tasks;
     }
-    /* The first step of the forward is the short one, so count the tiles that are left instead. */
-    lead = w->num_tiles - mk_min((w->num_minibatches - lead_steps) * w->mb_tiles, w->num_tiles);
-    lag = w->num_tiles - mk_min((w->num_minibatches - mk_min(lag_steps, w->num_minibatches)) * w->mb_tiles, w->num_tiles);
     return tasks + lead * (g->dispatch + g->gate_up) + lag * g->down;
 }
 
@@ -187,15 +184,15 @@ MK_FN mk_task mk_walk_shared_task(const mk_walk *w, int64_t number)
     return mk_task_make(MK_TASK_SHARED_WGRAD, 0, (int32_t)number);
 }
 
-/* Step m with before(m) <= number < before(m + 1): O(1) in the forward, whose steps are alike from the third on, else O(log minibatches). */
+/* Step m with before(m) <= number < before(m + 1): O(1) in the forward, whose steps are alike but for the first and the last two, else O(log minibatches). */
 MK_FN int64_t mk_walk_step(const mk_walk *w, int64_t number)
 {
     int64_t low = 0, high = w->num_minibatches + 1;
     if (w->pass != MK_PASS_BACKWARD && high > 2) {
-        int64_t third = mk_walk_before_step(w, 2), each = w->mb_tiles * (w->grid.dispatch + w->grid.gate_up + w->grid.down);
-        if (number >= third)
-            return mk_min(2 + (number - third) / each, w->num_minibatches);
-        high = 2;
+        int64_t second = mk_walk_before_step(w, 1), each = w->mb_tiles * (w->grid.dispatch + w->grid.gate_up + w->grid.down);
+        if (number >= mk_walk_before_step(w, w->num_minibatches))
+            return w->num_minibatches;
+        return number < second ? 0 : 1 + (number - second) / each;
     }
     while (high - low > 1) {
         int64_t middle = (low + high) / 2;

@@ -102,12 +102,12 @@ TEST(plan_of_kimi_reports_the_two_wave_bounds_of_the_contract)
     REQUIRE(v);
     CHECK_EQ(number_at(v, "forward.two_wave_rows"), 2368);
     CHECK_EQ(number_at(v, "backward.two_wave_rows"), 4736);
-    CHECK_EQ(number_at(v, "forward.minibatch_rows"), 2560);
-    CHECK_EQ(number_at(v, "backward.minibatch_rows"), 4864);
+    CHECK_EQ(number_at(v, "forward.minibatch_rows"), 4736);
+    CHECK_EQ(number_at(v, "backward.minibatch_rows"), 4736);
     CHECK_STR(text_at(json_get(v, "forward"), "why"), "4096 columns of the narrowest GEMM = 2368 rows");
     CHECK_EQ(number_at(v, "experts.count"), 6);
     CHECK_EQ(number_at(v, "rows.balanced"), 16384);
-    CHECK_EQ(number_at(v, "ring.smallest_rows"), 2 * 4864);
+    CHECK_EQ(number_at(v, "ring.smallest_rows"), 2 * 4736);
     CHECK_LE(number_at(v, "ring.smallest_rows"), number_at(v, "ring.rows"));
     CHECK(!strcmp(text_at(json_get(v, "ring"), "deadlock_check"), "passed"));
     CHECK_EQ(number_at(v, "forward.flops"), 6.0 * 7168 * 2048 * (16384 + 2048));

@@ -292,9 +292,9 @@ TEST(two_wave_bound_of_kimi)
     CHECK(plan.backward.two_wave_rows == 4736);
     CHECK_EQ(plan.forward.narrowest_gemm, 4096);
     CHECK_EQ(plan.backward.narrowest_gemm, 2048);
-    CHECK_EQ(plan.forward.minibatch_rows, 2560);
-    CHECK_EQ(plan.backward.minibatch_rows, 4864);
-    CHECK_EQ(plan.smallest_ring_rows, 9728);
+    CHECK_EQ(plan.forward.minibatch_rows, 4736);
+    CHECK_EQ(plan.backward.minibatch_rows, 4736);
+    CHECK_EQ(plan.smallest_ring_rows, 9472);
     CHECK_EQ(plan.experts_count, 6);
     CHECK_EQ(plan.balanced_rows, 16384);
     CHECK(plan.ring_rows >= plan.balanced_rows);
@@ -315,10 +315,31 @@ TEST(two_wave_bound_follows_the_machine)
             double narrow_fwd = 2 * wide < 2048 ? (double)(2 * wide) : 2048, narrow_bwd = wide < 2048 ? (double)wide : 2048;
             CHECK(plan.forward.two_wave_rows == 2.0 * sms * 128 * 256 / narrow_fwd);
             CHECK(plan.backward.two_wave_rows == 2.0 * sms * 128 * 256 / narrow_bwd);
+            /* Whole turns of all clusters in both GEMMs; the fewest beyond the bound. */
+            int64_t tiles = plan.forward.minibatch_rows / 128, at_once = sms > 144 ? sms : sms / 2, gate_up = (2 * wide + 255) / 256, down = 8, fewer = 0;
             CHECK((double)plan.forward.minibatch_rows >= floor(plan.forward.two_wave_rows));
-            CHECK((double)plan.forward.minibatch_rows < plan.forward.two_wave_rows + 256);
-            CHECK_EQ(plan.forward.minibatch_rows % 256, 0);
+            CHECK_EQ(plan.forward.minibatch_rows % 128, 0);
+            CHECK_EQ(tiles * gate_up % at_once, 0);
+            CHECK_EQ(tiles * down % at_once, 0);
+            for (int64_t t = (int64_t)ceil(plan.forward.two_wave_rows / 128); t < tiles; t++)
+                fewer += t * gate_up % at_once == 0 && t * down % at_once == 0;
+            CHECK_EQ(fewer, 0);
         }
+}
+
+/* Fewer rows than 8/5 minibatches of whole waves: the bound alone. */
+TEST(few_rows_have_no_whole_waves)
+{
+    mok_config c = MOK_INIT(mok_config);
+    mok_plan plan = MOK_INIT(mok_plan);
+    c.hidden = 7168;
+    c.intermediate = 2048;
+    c.num_experts = 8;
+    c.topk = 8;
+    for (c.max_tokens = 512; c.max_tokens <= 2048; c.max_tokens *= 2) {
+        REQUIRE(mok_plan_query(&c, 1, 0, 132, 128, 256, &plan, NULL, NULL) == MOK_OK);
+        CHECK_EQ(plan.forward.minibatch_rows, c.max_tokens >= 1024 ? 4224 : 2304);
+    }
 }
 
 /* --- refusing ------------------------------------------------------------------------------------------------------------------- */

@@ -85,10 +85,14 @@ static void append_groups(task_list *l, int64_t first, int64_t end, bool ascendi
                 l->tasks[l->count++] = (mk_task){kind, (int32_t)(ascending ? first + i : end - 1 - i), part};
 }
 
-/* [kind] of every tile of one minibatch. Dispatches do not come in groups; the first minibatch's groups are a quarter of the others'. */
-static void append_minibatch(task_list *l, const mk_walk *w, int64_t b, mk_task_kind kind, int32_t parts, bool leads_the_pass)
+/* [kind] of every tile of the walk's minibatch m. Dispatches do not come in groups; the first minibatch's groups are a quarter of the others'. */
+static void append_minibatch(task_list *l, const mk_walk *w, int64_t m, mk_task_kind kind, int32_t parts, bool leads_the_pass)
 {
-    int64_t first = b * w->mb_tiles, end = mk_min(first + w->mb_tiles, w->num_tiles), group = w->grid.group_tiles;
+    int64_t first = m * w->mb_tiles, end = mk_min(first + w->mb_tiles, w->num_tiles), group = w->grid.group_tiles;
+    if (w->pass != MK_PASS_BACKWARD) {
+        end = w->num_tiles - m * w->mb_tiles;
+        first = mk_max(end - w->mb_tiles, 0);
+    }
     if (leads_the_pass)
         group /= 4;
     append_groups(l, first, end, w->pass == MK_PASS_BACKWARD, kind, parts, kind == MK_TASK_DISPATCH || group < 1 ? 1 : group);
@@ -104,13 +108,13 @@ static void draw_forward(task_list *l, const mk_walk *w)
     int64_t M = (w->num_tiles + w->mb_tiles - 1) / w->mb_tiles;
     append_shared(l, w, MK_TASK_SHARED_GATE_UP, w->grid.shared_gate_up);
     append_shared(l, w, MK_TASK_SHARED_DOWN, w->grid.shared_down);
-    for (int64_t m = 0; m <= M; m++) { /* step m leads with the table's minibatch M-1-m and lags with M-m */
+    for (int64_t m = 0; m <= M; m++) {
         if (m < M) {
-            append_minibatch(l, w, M - 1 - m, MK_TASK_DISPATCH, w->grid.dispatch, false);
-            append_minibatch(l, w, M - 1 - m, MK_TASK_GATE_UP, w->grid.gate_up, m == 0);
+            append_minibatch(l, w, m, MK_TASK_DISPATCH, w->grid.dispatch, false);
+            append_minibatch(l, w, m, MK_TASK_GATE_UP, w->grid.gate_up, m == 0);
         }
         if (m > 0)
-            append_minibatch(l, w, M - m, MK_TASK_DOWN, w->grid.down, false);
+            append_minibatch(l, w, m - 1, MK_TASK_DOWN, w->grid.down, false);
     }
 }
 

@@ -39,11 +39,11 @@ typedef int (*mk_tensor_map_encoder)(void *map, int type, uint32_t rank, void *a
 /* 0, or what the encoder refuses with (CUresult). Out-of-bounds elements of a load are zero; of a store, dropped. */
 static inline int mk_tensor_map_encode(mk_tensor_map *map, const mk_tensor *tensor, mk_tensor_map_encoder encode)
 {
-    enum { INTERLEAVE_NONE = 0, L2_PROMOTION_256B = 3, OOB_ZERO = 0 };
+    enum { INTERLEAVE_NONE = 0, L2_PROMOTION_128B = 2, OOB_ZERO = 0 };
     static const uint32_t ones[3] = {1, 1, 1};
     mk_tensor_map aligned; /* the encoder insists on 64 bytes, and gcc 12 does not align returned structs so far */
     int refused = encode(&aligned, (int)tensor->type, tensor->rank, (void *)(uintptr_t)tensor->address, tensor->dim, tensor->stride_bytes,
-                         tensor->box, ones, INTERLEAVE_NONE, (int)tensor->swizzle, L2_PROMOTION_256B, OOB_ZERO);
+                         tensor->box, ones, INTERLEAVE_NONE, (int)tensor->swizzle, L2_PROMOTION_128B, OOB_ZERO);
     if (!refused)
         *map = aligned;
     return refused;

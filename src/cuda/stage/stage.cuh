@@ -37,15 +37,11 @@ MK_DEVICE uint32_t *counter_at(const mk_rank_params &r, int32_t counter, int64_t
 /* Row of a ring buffer where a table tile begins. */
 MK_DEVICE int64_t ring_row(const mk_dims &d, int64_t tile) { return tile % d.ring_tiles * MK_ROW_TILE; }
 
-/* Table tiles [*first, *end) of minibatch `step` of the forward's walk: 0 is the table's last minibatch. Empty past the table. */
+/* Table tiles [*first, *end) of minibatch `step` of the forward's walk, which begins at the table's end. Empty past the table. */
 MK_DEVICE void forward_minibatch(const mk_dims &d, int64_t num_tiles, int64_t step, int64_t *first, int64_t *end)
 {
-    const int64_t minibatch = mk_ceil_div(num_tiles, d.mb_tiles_fwd) - 1 - step;
-    *first = *end = 0;
-    if (minibatch < 0)
-        return;
-    *first = minibatch * d.mb_tiles_fwd;
-    *end = mk_min(*first + d.mb_tiles_fwd, num_tiles);
+    *end = mk_max(num_tiles - step * d.mb_tiles_fwd, 0);
+    *first = mk_max(*end - d.mb_tiles_fwd, 0);
 }
 
 /* Launches of a pass alternate between two tickets; each clears the one of the launch after it. */
