@@ -39,8 +39,8 @@ typedef struct mk_absent {
 } mk_absent;
 
 /* Places in mk_device_state.tickets of those who come and go in the middle of a pass (cuda/stage/yield.cuh): clusters started, or cancelled instead (Blackwell);
- * that have left; started and not leaving. */
-enum { MK_YIELD_COUNTED = 2, MK_YIELD_LEFT = 3, MK_YIELD_PRESENT = 5 };
+ * when the pass began (Hopper); clusters that have left; started and not leaving. */
+enum { MK_YIELD_COUNTED = 2, MK_YIELD_BEGIN = 2, MK_YIELD_LEFT = 3, MK_YIELD_PRESENT = 5 };
 
 /* Smallest (weight, expert, what) of a pointer that cannot be used; ~0: none (cuda/stage/weights.cuh). */
 typedef struct mk_bad_weights {

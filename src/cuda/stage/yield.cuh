@@ -135,57 +135,65 @@ struct Yield {
     }
 };
 #else
-/* Hopper: by the clock, since nobody can be asked. The grid is what is resident at once and spare clusters; every `interval_ns` one cluster leaves, each in
- * its turn, which it knows from its number and the time when it started: those of the beginning in the order of their numbers, every other when all have
- * had their turn. So nothing is drawn or polled for it, and the SMs come free one pair after the other, not all at once. How late they
- * do (the tasks that have been drawn are done first) matters little, because it is much the same for all.
+/* Hopper: by the clock, since nobody can be asked. The grid is what is resident at once and spare clusters; one cluster leaves every `interval_ns` from the start of the
+ * pass on: the first to draw a task when it is time. So the SMs come free one pair after the other, not all at once. A fixed turn for each cluster would not do:
+ * clusters that work in step end their tasks together, those that come after them start together, and so they would leave together.
  *
  * As many leave as there are spare clusters, and none when few tasks are left. Of one thread of the cluster. */
 struct Yield {
     YieldShared &s;
     uint32_t *tickets;          /* of the device state */
     const mk_yield_params &how;
-    enum State : uint32_t { NEW, IN_TURN, STAYS, LEAVES } state = NEW;
+    bool begun = false, stays = false, leaves = false;
     uint32_t last = 0;          /* task drawn */
-    uint64_t turn_ns = 0;       /* when it is this cluster's turn to leave */
 
     /* Nobody leaves at the very beginning, when all wait for their first rows. */
     enum { FIRST_TURN = 8, LAST_TASKS = 4 };
 
+    /* In 1,024 ns, never 0. Only differences count, and they fit. */
+    static MK_MEMBER uint32_t now() { return (uint32_t)(time_ns() >> 10) | 1u; }
+
     MK_MEMBER void begin()
     {
-        const bool spare = cluster_idx() >= how.num_resident;
-        state = how.interval_ns ? IN_TURN : STAYS;
-        turn_ns = time_ns() + (uint64_t)how.interval_ns * (spare ? how.num_resident : FIRST_TURN + cluster_idx());
-        if (how.interval_ns)
-            counter_add_relaxed_gpu(&tickets[MK_YIELD_PRESENT], 1u);
+        begun = true;
+        stays = how.interval_ns == 0;
+        if (stays)
+            return;
+        if (cluster_idx() == 0)
+            flag_store_relaxed_gpu(&tickets[MK_YIELD_BEGIN], now());
+        counter_add_relaxed_gpu(&tickets[MK_YIELD_PRESENT], 1u);
     }
 
-    /* Is there a spare cluster to come after this one, and one present to go on? */
+    /* Is it time for one more to leave than these? */
+    MK_MEMBER bool is_time(uint32_t left) const
+    {
+        const uint32_t start = flag_load_relaxed_gpu(&tickets[MK_YIELD_BEGIN]);
+        return start && (uint64_t)(now() - start) << 10 >= (uint64_t)how.interval_ns * (FIRST_TURN + left);
+    }
+
+    /* It is this one's turn, a spare cluster comes after it, and one is present to go on. Many may ask at the same time: the number that each gets tells whose turn it is. */
     MK_MEMBER bool may_leave() const
     {
-        if (ticket_take_relaxed_gpu(&tickets[MK_YIELD_LEFT], 1) < num_clusters() - how.num_resident && yield_to_another(tickets))
+        if (!is_time(flag_load_relaxed_gpu(&tickets[MK_YIELD_LEFT])))
+            return false;
+        const uint32_t left = ticket_take_relaxed_gpu(&tickets[MK_YIELD_LEFT], 1);
+        if (left < num_clusters() - how.num_resident && is_time(left) && yield_to_another(tickets))
             return true;
         ticket_take_relaxed_gpu(&tickets[MK_YIELD_LEFT], ~0u);
         return false;
     }
 
-    MK_MEMBER void take_turn(uint32_t num_tasks)
-    {
-        const bool soon_over = last + LAST_TASKS * how.num_resident >= num_tasks;
-        state = !soon_over && may_leave() ? LEAVES : STAYS;
-        if (state == LEAVES)
-            yield_tell_dispatch(s);
-    }
-
     /* The number of the cluster's next task of num_tasks; past them all if there are no more, or, from then on, if it is to leave. */
     MK_MEMBER uint32_t next(uint32_t num_tasks)
     {
-        if (state == NEW)
+        if (!begun)
             begin();
-        if (state == IN_TURN && time_ns() >= turn_ns)
-            take_turn(num_tasks);
-        if (state == LEAVES)
+        stays = stays || last + LAST_TASKS * how.num_resident >= num_tasks;
+        if (!stays && !leaves && may_leave()) {
+            leaves = true;
+            yield_tell_dispatch(s);
+        }
+        if (leaves)
             return kNoMoreTasks;
         return last = ticket_take_relaxed_gpu(&tickets[0], 1);
     }
