@@ -82,9 +82,13 @@ typedef struct mk_walk {
     int64_t shared_tasks, num_tasks;
 } mk_walk;
 
-/* Tiles of a group: about 16, and such that the groups of a minibatch are alike: a last one of a tile or two would read all of an expert's weights for these alone. Up to
- * 160 tiles (20,480 rows) the last has at least half of what the others have; beyond, it may be short, one of many. */
-MK_FN int32_t mk_walk_group(int64_t mb_tiles) { return (int32_t)mk_ceil_div(mb_tiles, mk_max((mb_tiles + 8) / 16, 1)); }
+/* Tiles of a group: about 16, or about 11 where experts have fewer than 8 tiles each, and such that the groups of a minibatch are alike: a last one of a tile or two would
+ * read all of an expert's weights for these alone. Up to ten groups the last has at least half of what the others have; beyond, it may be short, one of many. */
+MK_FN int32_t mk_walk_group(const mk_dims *d, int64_t mb_tiles)
+{
+    int64_t expected_rows = d->max_tokens * d->num_ranks * d->topk / d->num_experts, tiles = expected_rows < 8 * MK_ROW_TILE ? 11 : 16; /* of an expert */
+    return (int32_t)mk_ceil_div(mb_tiles, mk_max((mb_tiles + tiles / 2) / tiles, 1));
+}
 
 /* Tiles [*first, *end) of the walk's step m. */
 MK_FN void mk_walk_minibatch(const mk_walk *w, int64_t m, int64_t *first, int64_t *end)

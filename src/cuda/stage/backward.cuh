@@ -113,7 +113,7 @@ template <bool Mx> MK_DEVICE mk_grid backward_grid(const mk_backward_params &p)
         if (g.wgrad_waits)
             g.dgrad_gate_up = (int32_t)mk_ceil_div(d.hidden, pair);
     }
-    g.group_tiles = mk_walk_group(d.mb_tiles_bwd);
+    g.group_tiles = mk_walk_group(&d, d.mb_tiles_bwd);
     g.raises = (int32_t)(kColumnTiles<TileBackward> * kWarpsPerTile<TileBackward>);
     return g;
 }

@@ -146,6 +146,8 @@ struct Yield {
     const mk_yield_params &how;
     bool begun = false, stays = false, leaves = false;
     uint32_t last = 0;          /* task drawn */
+    uint32_t start = 0;         /* of the pass, as far as known; 0: not yet */
+    uint32_t left = 0;          /* clusters, when last looked at */
 
     /* Nobody leaves at the very beginning, when all wait for their first rows. */
     enum { FIRST_TURN = 8, LAST_TASKS = 4 };
@@ -165,18 +167,20 @@ struct Yield {
     }
 
     /* Is it time for one more to leave than these? */
-    MK_MEMBER bool is_time(uint32_t left) const
-    {
-        const uint32_t start = flag_load_relaxed_gpu(&tickets[MK_YIELD_BEGIN]);
-        return start && (uint64_t)(now() - start) << 10 >= (uint64_t)how.interval_ns * (FIRST_TURN + left);
-    }
+    MK_MEMBER bool is_time(uint32_t others) const { return (uint64_t)(now() - start) << 10 >= (uint64_t)how.interval_ns * (FIRST_TURN + others); }
 
-    /* It is this one's turn, a spare cluster comes after it, and one is present to go on. Many may ask at the same time: the number that each gets tells whose turn it is. */
-    MK_MEMBER bool may_leave() const
+    /* It is this one's turn, a spare cluster comes after it, and one is present to go on. Memory is read only when time is up by what is known: tasks can be short.
+     * Many may take a number at the same time, which tells whose turn it is. */
+    MK_MEMBER bool may_leave()
     {
-        if (!is_time(flag_load_relaxed_gpu(&tickets[MK_YIELD_LEFT])))
+        if (!start)
+            start = flag_load_relaxed_gpu(&tickets[MK_YIELD_BEGIN]);
+        if (!start || !is_time(left))
             return false;
-        const uint32_t left = ticket_take_relaxed_gpu(&tickets[MK_YIELD_LEFT], 1);
+        left = flag_load_relaxed_gpu(&tickets[MK_YIELD_LEFT]);
+        if (!is_time(left))
+            return false;
+        left = ticket_take_relaxed_gpu(&tickets[MK_YIELD_LEFT], 1);
         if (left < num_clusters() - how.num_resident && is_time(left) && yield_to_another(tickets))
             return true;
         ticket_take_relaxed_gpu(&tickets[MK_YIELD_LEFT], ~0u);
