@@ -135,7 +135,7 @@ WRONG = [
     ("gemm/pair.cuh", "task.row = task.out_row = ", "kNoRows", ["0"]),
     ("stage/yield.cuh", "flag_load_relaxed_gpu(&tickets[MK_YIELD_COUNTED]) < ", "num_clusters()", ["num_clusters() + 1", "num_clusters() - 1"]),
     ("stage/yield.cuh", "ticket_take_relaxed_gpu(&tickets[MK_YIELD_PRESENT], ~0u) >= ", "2", ["1", "0"]),
-    ("stage/yield.cuh", "ticket_take_relaxed_gpu(&tickets[MK_YIELD_LEFT], 1) < ", "num_clusters() - how.num_resident", ["num_clusters()", "num_clusters() - how.num_resident - 1"]),
+    ("stage/yield.cuh", "if (left < ", "num_clusters() - how.num_resident", ["num_clusters()", "num_clusters() - how.num_resident - 1"]),
     ("arch/tensor_map.h", "t.swizzle = ", "MK_SWIZZLE_128B", ["MK_SWIZZLE_NONE"]),
     ("arch/tensor_map.h", "t.box[1] = ", "box_rows", ["box_rows / 2"]),
     ("kernel/forward.cu", "gemm_begin(s.gemm, ", "1", ["0", "2"]),
