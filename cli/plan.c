@@ -21,7 +21,7 @@ static const struct machine { int32_t sms; const char *name; double rate, link; 
 static void explain_minibatch(const plan_view *v, const mok_pass_plan *pass, int64_t asked, char *why, size_t size)
 {
     char bound[192], used[80];
-    int64_t rounded = ((int64_t)pass->two_wave_rows + CLUSTER_ROWS - 1) / CLUSTER_ROWS * CLUSTER_ROWS;
+    int64_t rounded = ((int64_t)ceil(pass->two_wave_rows) + CLUSTER_ROWS - 1) / CLUSTER_ROWS * CLUSTER_ROWS;
     snprintf(used, sizeof used, "%s rows", term_count(pass->minibatch_rows).text);
     if (pass->two_wave_rows > 0)
         snprintf(bound, sizeof bound, "2 waves x %d SMs x %d x %d tile / %lld columns of the narrowest GEMM = %.6g rows", v->sms, v->tile_rows, v->tile_cols,

@@ -82,7 +82,7 @@ static bool list_candidates(tuning *t, char *error, size_t error_size)
             t->comm[t->num_comm++] = comm[i];
     for (int pass = 0; pass < NUM_PASSES; pass++)
         for (size_t i = 0; i < sizeof factors / sizeof factors[0]; i++)
-            add_value(t->minibatch[pass], &t->num_minibatch[pass], MAX_MINIBATCH, mk_round_up((int64_t)((double)t->base[pass].minibatch * factors[i]), MK_CLUSTER_ROWS));
+            add_value(t->minibatch[pass], &t->num_minibatch[pass], MAX_MINIBATCH, mk_round_up((int64_t)((double)t->base[pass].minibatch * factors[i]), MK_ROW_TILE));
     for (size_t i = 0; i < sizeof ring_factors / sizeof ring_factors[0]; i++)
         add_value(t->ring, &t->num_ring, MAX_RING, mk_round_up((int64_t)((double)t->base_ring * ring_factors[i]), MK_ROW_TILE));
     return true;

@@ -154,7 +154,7 @@ typedef struct mok_config {
 
     /* Schedule. Never changes a result's bits. The same on all ranks. */
     int64_t ring_rows;             /* rows of the ring, rounded up to 128; 0 = this rank's rows under balanced routing */
-    int64_t minibatch_rows;        /* grain of overlap in the forward, rounded up to 128; 0 = two-wave bound, in whole waves of tasks; at most a third of a ring_rows that cannot hold all balanced rows */
+    int64_t minibatch_rows;        /* grain of overlap in the forward, rounded up to 128; 0 = two-wave bound, in whole waves of tasks if there are rows enough; at most a third of a ring_rows that cannot hold all balanced rows */
     int64_t minibatch_rows_bwd;    /* the same for the backward; at most a fifth with MOK_SAVE_ALL */
     mok_save save;
     int64_t save_rows;             /* with MOK_SAVE_ROWS, rounded up to 128 */

@@ -149,29 +149,35 @@ static int64_t minibatches_of_ring(const mok_config *c, bool backward, int64_t e
 static int64_t greatest_divisor(int64_t a, int64_t b) { return b ? greatest_divisor(b, a % b) : a; }
 
 /* Tasks of a row tile and tile_cols columns that are worked on at once: Hopper's clusters of two SMs draw one, Blackwell's draw two. */
-static int64_t tasks_at_once(mk_machine machine) { return machine.scaled ? machine.num_sms : mk_max(machine.num_sms / 2, 1); }
-
-int64_t mk_wave_rows(const mok_config *c, mk_machine machine, bool backward)
+static int64_t tasks_at_once(const mok_config *c, mk_machine machine)
 {
-    int64_t inner = mk_ceil_div(backward ? c->intermediate : 2 * c->intermediate, machine.tile_cols), outer = mk_ceil_div(c->hidden, machine.tile_cols);
-    return tasks_at_once(machine) / greatest_divisor(tasks_at_once(machine), greatest_divisor(inner, outer)) * MK_ROW_TILE;
+    int64_t sms = machine.num_sms - c->reserve_sms;
+    return mk_max(machine.scaled ? sms : sms / 2, 1);
 }
 
-/* Chosen minibatch: the two-wave bound in whole waves, unless that is nearly all of the expected rows, and else in whole clusters of rows; but no more than the
- * ring or the worst table can use. */
+/* Rows of which both GEMMs of a pass have as many tasks as clusters do in whole waves. Clusters then go from one kind of task to the next at the same time and stay in step,
+ * so that what one has read is in the cache for the others: docs/performance.md, "In step". (A shared expert's tasks, replays and weight gradients need not be whole waves.) */
+static int64_t wave_rows(const mok_config *c, mk_machine machine, bool backward)
+{
+    int64_t inner = mk_ceil_div(backward ? c->intermediate : 2 * c->intermediate, machine.tile_cols), outer = mk_ceil_div(c->hidden, machine.tile_cols);
+    int64_t at_once = tasks_at_once(c, machine);
+    return at_once / greatest_divisor(at_once, greatest_divisor(inner, outer)) * machine.tile_rows;
+}
+
+/* Chosen minibatch: the two-wave bound in whole waves, if that leaves two minibatches of the expected rows and fits the ring, or else in whole clusters of rows; but no
+ * more than the ring or the worst table can use. */
 static int64_t choose_minibatch(const mok_config *c, mk_machine machine, bool backward, int64_t expected_rows, int64_t capacity_rows)
 {
-    int64_t narrowest, rows = MK_CLUSTER_ROWS;
+    int64_t narrowest, rows = MK_CLUSTER_ROWS, most = mk_min(mk_round_up(mk_max(capacity_rows, 1), MK_CLUSTER_ROWS), max_minibatch);
+    if (c->ring_rows) /* a share of the ring, at least a tile */
+        most = mk_min(most, mk_max(c->ring_rows / minibatches_of_ring(c, backward, expected_rows) / MK_ROW_TILE, 1) * MK_ROW_TILE);
     if (machine.num_sms) {
         int64_t two_waves = mk_max((int64_t)ceil(mk_two_wave_rows(c, machine, backward, &narrowest)), 1);
-        rows = mk_round_up(two_waves, mk_wave_rows(c, machine, backward));
-        if (8 * rows > 5 * expected_rows)
+        rows = mk_round_up(two_waves, wave_rows(c, machine, backward));
+        if (2 * rows > expected_rows || rows > most)
             rows = mk_round_up(two_waves, MK_CLUSTER_ROWS);
     }
-    rows = mk_min(rows, mk_round_up(mk_max(capacity_rows, 1), MK_CLUSTER_ROWS));
-    if (c->ring_rows) /* a share of the ring, at least a tile */
-        rows = mk_min(rows, mk_max(c->ring_rows / minibatches_of_ring(c, backward, expected_rows) / MK_ROW_TILE, 1) * MK_ROW_TILE);
-    return mk_min(rows, max_minibatch);
+    return mk_min(rows, most);
 }
 
 static int64_t expected_rows(const mok_config *c, int32_t num_ranks, int64_t experts_count)

@@ -41,10 +41,6 @@ mok_status mk_resolve(mok_config *cfg, int32_t num_ranks, int32_t rank, mk_machi
 /* Rows that fill the machine's tiles twice in the narrowest GEMM of a pass, whose N is *narrowest. */
 double mk_two_wave_rows(const mok_config *cfg, mk_machine machine, bool backward, int64_t *narrowest);
 
-/* Rows of which both GEMMs of a pass have as many tasks as clusters do in a whole number of turns: all clusters then go from one kind of task to the next together,
- * and stay in step, so that what one has read is in the cache for the others. Measured: docs/performance.md. */
-int64_t mk_wave_rows(const mok_config *cfg, mk_machine machine, bool backward);
-
 /* Everything of mok_plan but its header. */
 void mk_fill_plan(const mok_config *cfg, const mk_dims *d, const mk_memory *memory, mk_machine machine, mok_plan *plan);
 

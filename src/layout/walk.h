@@ -3,7 +3,7 @@
  * communication role moves rows outside the walk, grid.dispatch = 0, for that role).
  *
  * A minibatch is mb_tiles tiles that follow each other in the walk; only its last one may be shorter. Where these are whole waves of tasks (layout/config.c),
- * all clusters so go through a minibatch in step, and read the same operands at the same time.
+ * clusters stay in step from one minibatch to the next, and read the same operands at the same time.
  *
  * Forward, from the table's end to its begin, with a lag of one minibatch between gate/up and down:
  *
@@ -83,7 +83,8 @@ typedef struct mk_walk {
 } mk_walk;
 
 /* Tiles of a group: about 16, or about 11 where experts have fewer than 8 tiles each, and such that the groups of a minibatch are alike: a last one of a tile or two would
- * read all of an expert's weights for these alone. Up to ten groups the last has at least half of what the others have; beyond, it may be short, one of many. */
+ * read all of an expert's weights for these alone. Up to seven groups (of 11) or ten (of 16) the last has at least half of what the others have; beyond, it
+ * may be short, one of many. */
 MK_FN int32_t mk_walk_group(const mk_dims *d, int64_t mb_tiles)
 {
     int64_t expected_rows = d->max_tokens * d->num_ranks * d->topk / d->num_experts, tiles = expected_rows < 8 * MK_ROW_TILE ? 11 : 16; /* of an expert */

@@ -317,17 +317,22 @@ TEST(two_wave_bound_follows_the_machine)
             CHECK(plan.backward.two_wave_rows == 2.0 * sms * 128 * 256 / narrow_bwd);
             /* Whole turns of all clusters in both GEMMs; the fewest beyond the bound. */
             int64_t tiles = plan.forward.minibatch_rows / 128, at_once = sms > 144 ? sms : sms / 2, gate_up = (2 * wide + 255) / 256, down = 8, fewer = 0;
-            CHECK((double)plan.forward.minibatch_rows >= floor(plan.forward.two_wave_rows));
+            CHECK((double)plan.forward.minibatch_rows >= plan.forward.two_wave_rows);
             CHECK_EQ(plan.forward.minibatch_rows % 128, 0);
             CHECK_EQ(tiles * gate_up % at_once, 0);
             CHECK_EQ(tiles * down % at_once, 0);
+            if (plan.backward.two_wave_rows < 65536) { /* of 262,144: two minibatches are there for sure */
+                CHECK_EQ(plan.backward.minibatch_rows / 128 * ((wide + 255) / 256) % at_once, 0);
+                CHECK_EQ(plan.backward.minibatch_rows / 128 * down % at_once, 0);
+            }
+            CHECK((double)plan.backward.minibatch_rows >= plan.backward.two_wave_rows);
             for (int64_t t = (int64_t)ceil(plan.forward.two_wave_rows / 128); t < tiles; t++)
                 fewer += t * gate_up % at_once == 0 && t * down % at_once == 0;
             CHECK_EQ(fewer, 0);
         }
 }
 
-/* Fewer rows than 8/5 minibatches of whole waves: the bound alone. */
+/* Fewer rows than two minibatches of whole waves, or a ring that cannot hold them: the bound alone. */
 TEST(few_rows_have_no_whole_waves)
 {
     mok_config c = MOK_INIT(mok_config);
@@ -338,8 +343,21 @@ TEST(few_rows_have_no_whole_waves)
     c.topk = 8;
     for (c.max_tokens = 512; c.max_tokens <= 2048; c.max_tokens *= 2) {
         REQUIRE(mok_plan_query(&c, 1, 0, 132, 128, 256, &plan, NULL, NULL) == MOK_OK);
-        CHECK_EQ(plan.forward.minibatch_rows, c.max_tokens >= 1024 ? 4224 : 2304);
+        CHECK_EQ(plan.forward.minibatch_rows, c.max_tokens == 2048 ? 4224 : 2304);
+        CHECK_EQ(plan.backward.minibatch_rows, c.max_tokens == 2048 ? 4224 : 4352);
     }
+    for (c.max_tokens = 1055; c.max_tokens <= 1056; c.max_tokens++) { /* 8,440 and 8,448 rows: two minibatches of 33 tiles */
+        REQUIRE(mok_plan_query(&c, 1, 0, 132, 128, 256, &plan, NULL, NULL) == MOK_OK);
+        CHECK_EQ(plan.forward.minibatch_rows, c.max_tokens == 1056 ? 4224 : 2304);
+    }
+    c.max_tokens = 2048;
+    c.ring_rows = 8192; /* a third of it is less than 33 tiles */
+    REQUIRE(mok_plan_query(&c, 1, 0, 132, 128, 256, &plan, NULL, NULL) == MOK_OK);
+    CHECK_EQ(plan.forward.minibatch_rows, 2304);
+    c.ring_rows = 0;
+    c.reserve_sms = 12; /* 60 clusters: 60 / gcd(60, 16, 28) = 15 tiles, of which two make the bound */
+    REQUIRE(mok_plan_query(&c, 1, 0, 132, 128, 256, &plan, NULL, NULL) == MOK_OK);
+    CHECK_EQ(plan.forward.minibatch_rows, 30 * 128);
 }
 
 /* --- refusing ------------------------------------------------------------------------------------------------------------------- */
@@ -490,7 +508,7 @@ static int64_t bytes_of(const mok_buffer_info *all, const char *name)
     return bytes;
 }
 
-/* Chosen minibatches: the two-wave bound, unless the ring turns; and giving one of them does not make the other too long for the ring. */
+/* Chosen minibatches: the two-wave bound in whole waves, unless the ring turns; and giving one of them does not make the other too long for the ring. */
 TEST(minibatches_follow_a_ring_that_turns)
 {
     mok_config c = MOK_INIT(mok_config);

@@ -136,7 +136,8 @@ struct Yield {
 };
 #else
 /* Hopper: by the clock, since nobody can be asked. The grid is what is resident at once and spare clusters; one cluster leaves every `interval_ns` from the start of the
- * pass on: the first to draw a task when it is time. So the SMs come free one pair after the other, not all at once. A fixed turn for each cluster would not do:
+ * pass on: the first to draw a task when it is time. So the SMs come free one pair after the other; after a pause in which nobody drew, those whose time it was leave together.
+ * A fixed turn for each cluster would not do:
  * clusters that work in step end their tasks together, those that come after them start together, and so they would leave together.
  *
  * As many leave as there are spare clusters, and none when few tasks are left. Of one thread of the cluster. */
@@ -150,10 +151,14 @@ struct Yield {
     uint32_t left = 0;          /* clusters, when last looked at */
 
     /* Nobody leaves at the very beginning, when all wait for their first rows. */
-    enum { FIRST_TURN = 8, LAST_TASKS = 4 };
+    enum { QUIET_INTERVALS = 8, LAST_TASKS = 4 };
 
     /* In 1,024 ns, never 0. Only differences count, and they fit. */
-    static MK_MEMBER uint32_t now() { return (uint32_t)(time_ns() >> 10) | 1u; }
+    static MK_MEMBER uint32_t now()
+    {
+        const uint32_t time = (uint32_t)(time_ns() >> 10);
+        return time ? time : 1;
+    }
 
     MK_MEMBER void begin()
     {
@@ -167,7 +172,11 @@ struct Yield {
     }
 
     /* Is it time for one more to leave than these? */
-    MK_MEMBER bool is_time(uint32_t others) const { return (uint64_t)(now() - start) << 10 >= (uint64_t)how.interval_ns * (FIRST_TURN + others); }
+    MK_MEMBER bool is_time(uint32_t others) const
+    {
+        const int32_t since = (int32_t)(now() - start); /* clocks of SMs may differ a little */
+        return since > 0 && (uint64_t)since << 10 >= (uint64_t)how.interval_ns * (QUIET_INTERVALS + others);
+    }
 
     /* It is this one's turn, a spare cluster comes after it, and one is present to go on. Memory is read only when time is up by what is known: tasks can be short.
      * Many may take a number at the same time, which tells whose turn it is. */
@@ -178,7 +187,8 @@ struct Yield {
         if (!start || !is_time(left))
             return false;
         left = flag_load_relaxed_gpu(&tickets[MK_YIELD_LEFT]);
-        if (!is_time(left))
+        stays = left >= num_clusters() - how.num_resident; /* nobody is left to come */
+        if (stays || !is_time(left))
             return false;
         left = ticket_take_relaxed_gpu(&tickets[MK_YIELD_LEFT], 1);
         if (left < num_clusters() - how.num_resident && is_time(left) && yield_to_another(tickets))
@@ -190,10 +200,11 @@ struct Yield {
     /* The number of the cluster's next task of num_tasks; past them all if there are no more, or, from then on, if it is to leave. */
     MK_MEMBER uint32_t next(uint32_t num_tasks)
     {
-        if (!begun)
+        const bool comes = !begun; /* and draws a task before it thinks of leaving */
+        if (comes)
             begin();
         stays = stays || last + LAST_TASKS * how.num_resident >= num_tasks;
-        if (!stays && !leaves && may_leave()) {
+        if (!comes && !stays && !leaves && may_leave()) {
             leaves = true;
             yield_tell_dispatch(s);
         }
