@@ -429,7 +429,7 @@ static void measure(FILE *json, const Shape &s, bool latency, int tries, int pai
 
 int main(int argc, char **argv)
 {
-    int tries = 40, pairs = 30, yield_us = 180;
+    int tries = 40, pairs = 30, yield_us = 250;
     const char *file = nullptr;
     for (int i = 1; i < argc; i += 2) {
         if (i + 1 == argc) {
