@@ -33,7 +33,7 @@ static void explain_minibatch(const plan_view *v, const mok_pass_plan *pass, int
     else if (pass->two_wave_rows > 0 && pass->minibatch_rows == rounded)
         snprintf(why, size, "%s, rounded up to %d: %s", bound, CLUSTER_ROWS, used);
     else if (pass->two_wave_rows > 0 && (double)pass->minibatch_rows >= pass->two_wave_rows)
-        snprintf(why, size, "%s, in whole waves of both GEMMs: %s", bound, used);
+        snprintf(why, size, "%s, rounded up to whole waves of both GEMMs or as the ring allows: %s", bound, used);
     else if (pass->two_wave_rows > 0)
         snprintf(why, size, "%s, but %s allows only %s", bound, v->cfg.ring_rows && v->cfg.ring_rows < v->plan.capacity_rows ? "so small a ring" : "the worst routing", used);
     else

@@ -5,13 +5,13 @@
  * A minibatch is mb_tiles tiles that follow each other in the walk; only its last one may be shorter. Where these are whole waves of tasks (layout/config.c),
  * clusters stay in step from one minibatch to the next, and read the same operands at the same time.
  *
- * Forward, from the table's end to its begin, with a lag of one minibatch between gate/up and down:
+ * Forward, from the table's end to its start, with a lag of one minibatch between gate/up and down:
  *
  *   shared gate_up, shared down,
  *   [dispatch 0][gate_up 0]  [dispatch 1][gate_up 1][down 0]  …  [dispatch M-1][gate_up M-1][down M-2]  [down M-1]
  *
  * Recompute: the same without down, over the minibatches that hold saved rows.
- * Backward, from the table's begin to its end, again with a lag of one:
+ * Backward, from the table's start to its end, again with a lag of one:
  *
  *   shared gate_up (if not saved), shared dgrad_down, shared dgrad_gate_up, shared wgrad,
  *   [dispatch 0][gate_up 0: rows not saved][dgrad_down 0]  [dispatch 1][gate_up 1][dgrad_down 1][dgrad_gate_up 0][wgrad 0] …

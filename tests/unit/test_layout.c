@@ -277,16 +277,22 @@ TEST(resolve_fills_every_choice)
     }
 }
 
-TEST(two_wave_bound_of_kimi)
+static mok_config kimi(int64_t num_experts)
 {
     mok_config c = MOK_INIT(mok_config);
-    mok_plan plan = MOK_INIT(mok_plan);
     c.hidden = 7168;
     c.intermediate = 2048;
-    c.shared_intermediate = 2048;
-    c.num_experts = 384;
+    c.num_experts = num_experts;
     c.topk = 8;
     c.max_tokens = 2048;
+    return c;
+}
+
+TEST(two_wave_bound_of_kimi)
+{
+    mok_config c = kimi(384);
+    mok_plan plan = MOK_INIT(mok_plan);
+    c.shared_intermediate = 2048;
     REQUIRE(mok_plan_query(&c, 64, 0, 148, 128, 256, &plan, NULL, NULL) == MOK_OK);
     CHECK(plan.forward.two_wave_rows == 2368);
     CHECK(plan.backward.two_wave_rows == 4736);
@@ -335,12 +341,8 @@ TEST(two_wave_bound_follows_the_machine)
 /* Fewer rows than two minibatches of whole waves, or a ring that cannot hold them: the bound alone. */
 TEST(few_rows_have_no_whole_waves)
 {
-    mok_config c = MOK_INIT(mok_config);
+    mok_config c = kimi(8);
     mok_plan plan = MOK_INIT(mok_plan);
-    c.hidden = 7168;
-    c.intermediate = 2048;
-    c.num_experts = 8;
-    c.topk = 8;
     for (c.max_tokens = 512; c.max_tokens <= 2048; c.max_tokens *= 2) {
         REQUIRE(mok_plan_query(&c, 1, 0, 132, 128, 256, &plan, NULL, NULL) == MOK_OK);
         CHECK_EQ(plan.forward.minibatch_rows, c.max_tokens == 2048 ? 4224 : 2304);
@@ -511,10 +513,10 @@ static int64_t bytes_of(const mok_buffer_info *all, const char *name)
 /* Chosen minibatches: the two-wave bound in whole waves, unless the ring turns; and giving one of them does not make the other too long for the ring. */
 TEST(minibatches_follow_a_ring_that_turns)
 {
-    mok_config c = MOK_INIT(mok_config);
+    mok_config c = kimi(8);
     mok_plan whole = MOK_INIT(mok_plan), p = MOK_INIT(mok_plan);
     int32_t none = 0;
-    c.hidden = 7168, c.intermediate = 2048, c.num_experts = 8, c.topk = 8, c.max_tokens = 2048, c.backend = MOK_BACKEND_CUDA;
+    c.backend = MOK_BACKEND_CUDA;
 #define PLAN(to) CHECK_EQ(mok_plan_query(&c, 1, 0, 132, 0, 0, &(to), NULL, &none), MOK_OK)
     PLAN(whole); /* 16,384 rows */
     c.ring_rows = whole.ring_rows;

@@ -137,8 +137,7 @@ struct Yield {
 #else
 /* Hopper: by the clock, since nobody can be asked. The grid is what is resident at once and spare clusters; one cluster leaves every `interval_ns` from the start of the
  * pass on: the first to draw a task when it is time. So the SMs come free one pair after the other; after a pause in which nobody drew, those whose time it was leave together.
- * A fixed turn for each cluster would not do:
- * clusters that work in step end their tasks together, those that come after them start together, and so they would leave together.
+ * A fixed turn for each cluster would not do: clusters that work in step end their tasks together, those that come after them start together, and so they would leave together.
  *
  * As many leave as there are spare clusters, and none when few tasks are left. Of one thread of the cluster. */
 struct Yield {
@@ -187,13 +186,13 @@ struct Yield {
         if (!start || !is_time(left))
             return false;
         left = flag_load_relaxed_gpu(&tickets[MK_YIELD_LEFT]);
-        stays = left >= num_clusters() - how.num_resident; /* nobody is left to come */
-        if (stays || !is_time(left))
+        if (!is_time(left))
             return false;
         left = ticket_take_relaxed_gpu(&tickets[MK_YIELD_LEFT], 1);
         if (left < num_clusters() - how.num_resident && is_time(left) && yield_to_another(tickets))
             return true;
         ticket_take_relaxed_gpu(&tickets[MK_YIELD_LEFT], ~0u);
+        stays = left >= num_clusters() - how.num_resident; /* nobody comes any more */
         return false;
     }
 
