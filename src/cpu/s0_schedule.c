@@ -120,8 +120,9 @@ static void plan_copies(const schedule_job *s, int32_t *last, bool backward)
         if (row->src_rank < 0)
             continue;
         int64_t g = global_token(s, row);
+        bool remote = row->src_rank != d->rank;
         int32_t from = last[g];
-        if (from >= 0 && !mk_copy_in_reach(r, from, d->ring_tiles, backward ? d->mb_tiles_bwd : d->mb_tiles_fwd))
+        if (from >= 0 && !mk_copy_in_reach(r, from, d->ring_tiles, backward ? d->mb_tiles_bwd : d->mb_tiles_fwd, remote))
             from = -1;
         last[g] = (int32_t)r;
         *(backward ? &row->copy_bwd : &row->copy_fwd) = from;
@@ -129,7 +130,7 @@ static void plan_copies(const schedule_job *s, int32_t *last, bool backward)
             copies_out[from / MK_ROW_TILE]++;
             copied++;
         } else {
-            pulled_peer += row->src_rank != d->rank;
+            pulled_peer += remote;
         }
     }
     *(backward ? &h->rows_copied_bwd : &h->rows_copied_fwd) = copied;

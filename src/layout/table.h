@@ -7,10 +7,10 @@
  * and rows are sorted by (g mod S, g div S, k), where g is the global token id. It knows nothing of ranks, so that sums
  * over rows have the same bits for any P; neighbours come from different ranks, which spreads the link's load.
  *
- * A row is *pulled* from its token's rank, or *copied* from the nearest row of the same token that the walk has met
- * before, if fewer than ring - minibatch rows lie between them (then that row is still in the ring), and, unless both are in one
- * tile, at least MK_COPY_DISTANCE rows from one to the other, or a minibatch if that is less: a row that is still on its way would keep
- * the batch of rows that waits for it, and the batches that wait for that one. */
+ * A row is *pulled* from its token's rank, or *copied* from the nearest row of the same token that the walk has met before: if both are in one
+ * tile, where they are neighbours, and are written together; or else if that saves the link (the token is another rank's), if fewer than
+ * ring - minibatch rows lie between them (then that row is still in the ring), and at least MK_COPY_DISTANCE rows, or a minibatch if that
+ * is less, from one to the other: a row that is still on its way would keep the batch of rows that waits for it, and the batches that wait for that one. */
 #ifndef MK_LAYOUT_TABLE_H
 #define MK_LAYOUT_TABLE_H
 
@@ -112,12 +112,13 @@ MK_FN int mk_copy_in_ring(int64_t row, int64_t from, int64_t ring_tiles, int64_t
     return distance <= (ring_tiles - mb_tiles) * MK_ROW_TILE;
 }
 
-/* May the one be copied from the other? */
-MK_FN int mk_copy_in_reach(int64_t row, int64_t from, int64_t ring_tiles, int64_t mb_tiles)
+/* May the one be copied from the other? remote: their token is another rank's. */
+MK_FN int mk_copy_in_reach(int64_t row, int64_t from, int64_t ring_tiles, int64_t mb_tiles, int remote)
 {
     int64_t distance = row < from ? from - row : row - from;
-    int near = row / MK_ROW_TILE != from / MK_ROW_TILE && distance < mk_min(mb_tiles * MK_ROW_TILE, MK_COPY_DISTANCE);
-    return !near && mk_copy_in_ring(row, from, ring_tiles, mb_tiles);
+    if (row / MK_ROW_TILE == from / MK_ROW_TILE)
+        return 1;
+    return remote && distance >= mk_min(mb_tiles * MK_ROW_TILE, MK_COPY_DISTANCE) && mk_copy_in_ring(row, from, ring_tiles, mb_tiles);
 }
 
 /* Does backward minibatch `mb` (tiles up to tile_end_of_mb) have to cut a segment that goes on, whose piece starts at

@@ -85,11 +85,11 @@ static void place_rows(sim_tables *s, int64_t topk, const int32_t *ids, const in
 }
 
 /* distance: as in sim_tables_make. */
-static bool may_copy(const mk_dims *d, int64_t at, int64_t from, bool backward, int64_t distance)
+static bool may_copy(const mk_dims *d, int64_t at, int64_t from, bool remote, bool backward, int64_t distance)
 {
     int64_t mb_tiles = backward ? d->mb_tiles_bwd : d->mb_tiles_fwd;
     if (distance == SIM_COPIES_AS_BUILT)
-        return mk_copy_in_reach(at, from, d->ring_tiles, mb_tiles);
+        return mk_copy_in_reach(at, from, d->ring_tiles, mb_tiles, remote);
     bool same_tile = at / MK_ROW_TILE == from / MK_ROW_TILE, far = llabs(at - from) >= distance || (same_tile && distance < SIM_NO_COPIES);
     return far && mk_copy_in_ring(at, from, d->ring_tiles, mb_tiles);
 }
@@ -108,7 +108,7 @@ static void plan_copies(const sim_tables *s, sim_rank_table *r, int32_t *last, i
             continue;
         int64_t g = s->token_first[row->src_rank] + row->src_slot / d->topk;
         int32_t from = stamp[g] == sweep ? last[g] : -1;
-        if (from >= 0 && !may_copy(d, at, from, backward, distance))
+        if (from >= 0 && !may_copy(d, at, from, row->src_rank != d->rank, backward, distance))
             from = -1;
         last[g] = (int32_t)at;
         stamp[g] = sweep;

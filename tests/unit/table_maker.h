@@ -27,14 +27,15 @@ static int made_compare(const void *pa, const void *pb)
     return 0;
 }
 
-/* Row `i`'s source for a copy: the nearest row of the same token on the side the walk comes from, if in reach and in the same tile, or not too near. */
+/* Row `i`'s source for a copy: the nearest row of the same token on the side the walk comes from, if in the same tile, or if the token is a peer's and the row is in reach
+ * and not too near. */
 static int32_t made_copy(const made_table *m, const int64_t *token_of_row, int64_t i, bool backward)
 {
     int64_t rows = (int64_t)m->head.num_tiles * MK_ROW_TILE, step = backward ? -1 : 1;
     int64_t mb = (backward ? m->d.mb_tiles_bwd : m->d.mb_tiles_fwd) * MK_ROW_TILE, reach = m->d.ring_tiles * MK_ROW_TILE - mb;
     for (int64_t j = i + step, between = 0; j >= 0 && j < rows && between < reach; j += step, between++)
         if (token_of_row[j] == token_of_row[i])
-            return j / MK_ROW_TILE != i / MK_ROW_TILE && between + 1 < 2048 && between + 1 < mb ? -1 : (int32_t)j;
+            return j / MK_ROW_TILE == i / MK_ROW_TILE || (m->t.rows[i].src_rank != m->d.rank && (between + 1 >= 2048 || between + 1 >= mb)) ? (int32_t)j : -1;
     return -1;
 }
 

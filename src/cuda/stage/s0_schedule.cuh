@@ -326,16 +326,19 @@ MK_DEVICE void s0_copy_row(const S0 &s, const int32_t *rows, int64_t topk, int32
         if (other >= 0 && other < row && other > below)
             below = other;
     }
-    if (above >= 0 && !mk_copy_in_reach(row, above, d.ring_tiles, d.mb_tiles_fwd))
+    if (above >= 0 && !mk_copy_in_reach(row, above, d.ring_tiles, d.mb_tiles_fwd, remote))
         above = -1;
-    if (below >= 0 && !mk_copy_in_reach(row, below, d.ring_tiles, d.mb_tiles_bwd))
+    if (below >= 0 && !mk_copy_in_reach(row, below, d.ring_tiles, d.mb_tiles_bwd, remote))
         below = -1;
-    store(&s.t.rows[row].copy_fwd, above);
-    store(&s.t.rows[row].copy_bwd, below);
-    if (above >= 0)
+    /* -1 stands there */
+    if (above >= 0) {
+        store(&s.t.rows[row].copy_fwd, above);
         counter_add_relaxed_gpu(reinterpret_cast<uint32_t *>(&s.t.copies_out_fwd[above / MK_ROW_TILE]), 1);
-    if (below >= 0)
+    }
+    if (below >= 0) {
+        store(&s.t.rows[row].copy_bwd, below);
         counter_add_relaxed_gpu(reinterpret_cast<uint32_t *>(&s.t.copies_out_bwd[below / MK_ROW_TILE]), 1);
+    }
     sums.n[S0_COPIED_FWD] += above >= 0;
     sums.n[S0_COPIED_BWD] += below >= 0;
     sums.n[S0_PULLED_PEER_FWD] += remote && above < 0;

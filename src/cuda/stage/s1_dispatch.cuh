@@ -122,8 +122,7 @@ template <bool Mx, bool Backward = false> struct Dispatch {
         if (lane_idx() + (uint32_t)d.duplicates == Rows - 1) /* they may go on in the next batch */
             while (!ends_tile(ahead(d.row, d.duplicates)) && copies_neighbour(ahead(d.row, d.duplicates + 1)))
                 d.duplicates++;
-        /* A copy saves the link. A token of this rank has its row here anyway, as near as the ring, and without waiting for it. */
-        d.waits = d.from >= 0 && d.remote;
+        d.waits = d.from >= 0;
         return d;
     }
 
