@@ -1,5 +1,5 @@
 /* Cuts the weight gradients of a table into pieces: one per expert, or several where the ring cannot hold a whole segment.
- * Used by s0_schedule on every backend. O(experts + minibatches), sequential. */
+ * Used by s0_schedule on every backend. O(experts + minibatches), sequential; a GPU does without where nothing is cut. */
 #ifndef MK_LAYOUT_PIECES_H
 #define MK_LAYOUT_PIECES_H
 
@@ -51,6 +51,17 @@ MK_FN void mk_piece_emit(mk_piece_plan *p, int32_t index, int64_t expert, int64_
     }
     if (!p->fill_later)
         mk_piece_fill(p, index);
+}
+
+/* Where the ring cuts no segment, each expert has one piece, which can be found without those before it: the piece's minibatch, as mk_build_pieces below finds it;
+ * -1: this segment is cut. num_tiles is not 0. */
+MK_FN int64_t mk_uncut_minibatch(const mk_piece_plan *p, int64_t expert)
+{
+    uint32_t start = (uint32_t)p->segment_tile[expert], stop = (uint32_t)p->segment_tile[expert + 1], mb_tiles = (uint32_t)p->mb_tiles; /* 64-bit divisions are slow on a GPU */
+    uint32_t last = ((uint32_t)p->num_tiles - 1) / mb_tiles, ends_in = stop > start ? (stop - 1) / mb_tiles : stop / mb_tiles;
+    if (stop > start && ends_in > start / mb_tiles && mk_must_cut(start, (int64_t)ends_in * mb_tiles, mb_tiles, p->ring_tiles))
+        return -1;
+    return mk_min(ends_in, last);
 }
 
 /* Returns the number of pieces: at most experts + minibatches. An expert without rows gets an empty piece, whose tasks write zeros.

@@ -222,6 +222,36 @@ TEST(rows_are_copied_from_rows_of_the_right_distance)
     }
 }
 
+/* A piece for each expert, or a cut, as cutting one segment after the other finds it. */
+TEST(pieces_that_nothing_cuts_are_found_one_by_one)
+{
+    enum { MOST = 12 };
+    uint64_t state = test_seed();
+    int64_t cut_ones = 0, whole_ones = 0;
+    for (int round = 0; round < 4000; round++) {
+        int32_t segment_tile[MOST + 1] = {0}, segment_rows[MOST], piece_of_tile[MOST * 6 + 1], piece_first[MOST * 6 + 2];
+        mk_piece pieces[MOST * 8];
+        int64_t experts = 1 + (int64_t)test_below(&state, MOST), mb_tiles = 1 + (int64_t)test_below(&state, 5), ring_tiles = 2 * mb_tiles + (int64_t)test_below(&state, 24);
+        for (int64_t e = 0; e < experts; e++) {
+            segment_rows[e] = test_below(&state, 3) ? (int32_t)test_below(&state, 6 * MK_ROW_TILE) : 0;
+            segment_tile[e + 1] = segment_tile[e] + (int32_t)mk_ceil_div(segment_rows[e], MK_ROW_TILE);
+        }
+        if (segment_tile[experts] == 0)
+            continue;
+        mk_piece_plan plan = {segment_tile, segment_rows, experts, segment_tile[experts], mb_tiles, ring_tiles, pieces, piece_of_tile, piece_first, NULL, -1, 0, 0};
+        bool cut = mk_build_pieces(&plan) != experts;
+        bool seen = false;
+        for (int64_t e = 0; e < experts; e++)
+            seen |= mk_uncut_minibatch(&plan, e) < 0;
+        CHECK_EQ(seen, cut);
+        for (int64_t e = 0; e < experts && !cut; e++)
+            CHECK_EQ(mk_uncut_minibatch(&plan, e), pieces[e].minibatch);
+        cut_ones += cut;
+        whole_ones += !cut;
+    }
+    CHECK(cut_ones > 100 && whole_ones > 100);
+}
+
 int main(int argc, char **argv)
 {
     return test_main(argc, argv);

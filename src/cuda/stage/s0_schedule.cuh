@@ -201,7 +201,7 @@ MK_DEVICE int64_t s0_place_segments(const S0 &s, SegmentsShared &shared, int64_t
     return tile;
 }
 
-/* One thread cuts the pieces, and reads one segment after the other: from shared memory, if they fit. */
+/* Segments are read from shared memory, if they fit. */
 MK_DEVICE mk_piece_plan s0_piece_plan(const S0 &s, const SegmentsShared &shared, int64_t num_tiles)
 {
     const mk_dims &d = s.r.dims;
@@ -210,14 +210,34 @@ MK_DEVICE mk_piece_plan s0_piece_plan(const S0 &s, const SegmentsShared &shared,
             s.t.pieces, s.t.piece_of_tile, s.t.piece_first, s.t.tiles, -1, 1, 0};
 }
 
-MK_DEVICE void s0_write_head(const S0 &s, const SegmentsShared &shared, int64_t num_tiles, int64_t num_rows)
+/* The pieces, a thread for each expert; false: a segment is cut, and where depends on those before it. */
+MK_DEVICE bool s0_cut_nothing(SegmentsShared &shared, mk_piece_plan plan)
 {
-    const mk_dims &d = s.r.dims;
-    mk_piece_plan plan = s0_piece_plan(s, shared, num_tiles);
+    const int64_t minibatches = mk_ceil_div(plan.num_tiles, plan.mb_tiles);
+    int32_t cut = plan.num_tiles == 0, any;
+    for (int64_t e = thread_idx(); e < plan.num_experts && !cut; e += S0_THREADS)
+        cut = mk_uncut_minibatch(&plan, e) < 0;
+    sum_before(shared.sums, cut, &any);
+    if (any)
+        return false;
+    for (int64_t e = thread_idx(); e < plan.num_experts; e += S0_THREADS) {
+        const int64_t start = plan.segment_tile[e], stop = plan.segment_tile[e + 1], minibatch = mk_uncut_minibatch(&plan, e);
+        mk_piece_emit(&plan, (int32_t)e, e, start, stop, start, stop, minibatch);
+        for (int64_t b = e ? mk_uncut_minibatch(&plan, e - 1) + 1 : 0; b <= minibatch; b++)
+            store(&plan.piece_first[b], (int32_t)e);
+        for (int64_t b = minibatch + 1; e == plan.num_experts - 1 && b <= minibatches; b++)
+            store(&plan.piece_first[b], (int32_t)plan.num_experts);
+    }
+    return true;
+}
+
+/* One thread. `uncut`: the pieces are there. */
+MK_DEVICE void s0_write_head(const S0 &s, mk_piece_plan plan, bool uncut, int64_t num_rows)
+{
     mk_schedule_head h = {};
-    h.num_pieces = mk_build_pieces(&plan);
+    h.num_pieces = uncut ? (int32_t)plan.num_experts : mk_build_pieces(&plan);
     note_written(s.t.pieces, sizeof(mk_piece) * (uint64_t)h.num_pieces);
-    note_written(s.t.piece_first, sizeof(int32_t) * (uint64_t)(mk_ceil_div(num_tiles, d.mb_tiles_bwd) + 1));
+    note_written(s.t.piece_first, sizeof(int32_t) * (uint64_t)(mk_ceil_div(plan.num_tiles, plan.mb_tiles) + 1));
     h.wgrad_continued = plan.num_continued;
     h.magic = MK_SCHEDULE_MAGIC;
     h.fingerprint = s.r.fingerprint;
@@ -225,7 +245,7 @@ MK_DEVICE void s0_write_head(const S0 &s, const SegmentsShared &shared, int64_t 
     h.num_tokens = s.p.num_tokens;
     h.tokens_global = s.num_global;
     h.num_rows = num_rows;
-    h.num_tiles = (int32_t)num_tiles;
+    h.num_tiles = (int32_t)plan.num_tiles;
     store(s.t.head, h);
 }
 
@@ -243,13 +263,14 @@ MK_DEVICE void s0_segments(const mk_s0_params &p)
     SegmentsShared &shared = *static_cast<SegmentsShared *>(shared_base());
     int64_t num_rows;
     const int64_t num_tiles = s0_place_segments(s, shared, &num_rows);
+    const mk_piece_plan plan = s0_piece_plan(s, shared, num_tiles);
+    const bool uncut = s0_cut_nothing(shared, plan);
     if (thread_idx() == 0) {
-        s0_write_head(s, shared, num_tiles, num_rows);
+        s0_write_head(s, plan, uncut, num_rows);
         store(&device_state(s.r)->done[MK_OP_SCHEDULE], load(&device_state(s.r)->done[MK_OP_SCHEDULE]) + 1);
     }
     barrier_block_sync();
     const int32_t num_pieces = load(&s.t.head->num_pieces);
-    const mk_piece_plan plan = s0_piece_plan(s, shared, num_tiles);
     for (int32_t i = (int32_t)thread_idx(); i < num_pieces; i += S0_THREADS)
         mk_piece_fill(&plan, i);
     if (thread_idx() == 0) { /* by plain stores of src/layout */
