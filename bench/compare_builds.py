@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Several builds of the library, or one with several settings, on one GPU in turn: what a change is worth.
 
-    python3 bench/compare_builds.py before=old/libmok.so after=build/libmok.so [--shapes kimi,mixtral] [--passes forward,train] [--json out.json]
+    python3 bench/compare_builds.py before=old/libmok.so after=build/libmok.so [--shapes kimi-k2.7-code-share:1024,mixtral-8x7b]
+                                    [--passes forward,train] [--json out.json]
     python3 bench/compare_builds.py plain=build/libmok.so "ring=build/libmok.so@--ring-rows 4352" "env=build/libmok.so@NAME=VALUE"
 
 Each runs in a process of its own, with the same data. In a round each has a burst of passes, in the other order every second round; ratios to the first one are

@@ -85,3 +85,12 @@ def test_waits_of_two_libraries_are_compared_round_by_round(tmp_path):
               "--calls", 1, "--json", tmp_path / "w.json")
     records = json.loads((tmp_path / "w.json").read_text())
     assert [r["pass"] for r in records] == ["forward", "backward"] and all(r["rounds"] == 4 and 0.1 < r["ratio"] < 10 for r in records) and "quartiles" in out
+
+
+def test_builds_are_compared_round_by_round_with_their_own_settings(tmp_path):
+    library = mok._library.library().path
+    out = run("bench/compare_builds.py", f"as_it_is={library}", f"small_ring={library}@--ring-rows 1024@MOK_LOG=error", "--device", "cpu", "--scale", 32, "--shapes", "kimi-k2.7-code-share:24",
+              "--passes", "forward,backward,total", "--rounds", 3, "--calls", 1, "--json", tmp_path / "b.json")
+    records = json.loads((tmp_path / "b.json").read_text())
+    assert [(r["pass"], r["build"]) for r in records] == [(p, b) for p in ("forward", "backward", "total") for b in ("as_it_is", "small_ring")]
+    assert all(r["T"] == 24 and r["over"] == "as_it_is" and r["rounds"] == 3 and r["ms"] > 0 for r in records) and all(r["ratio"] == 1 for r in records[::2]) and ":24" in out
