@@ -383,6 +383,13 @@ static Cost measure_cost(Passes &on, Passes &off, Pass pass, int pairs)
 /* ---- what is shown ---- */
 
 static bool any_record;
+static char about[256]; /* of every record: the device, the setting, the commit */
+
+static void begin_record(FILE *json, const char *what, const Shape &s, Pass pass)
+{
+    fprintf(json, "%s  {\"what\": \"%s\", \"shape\": \"%s\", \"T\": %lld, \"pass\": \"%s\", %s", any_record ? ",\n" : "", what, s.name, (long long)s.tokens, pass_names[pass], about);
+    any_record = true;
+}
 
 static void show_latency(FILE *json, const Shape &s, Pass pass, const char *how, const Latency &l)
 {
@@ -390,13 +397,12 @@ static void show_latency(FILE *json, const Shape &s, Pass pass, const char *how,
            how, percentile(l.first_us, 0.5), percentile(l.first_us, 1), (int)PROBE_CTAS, percentile(l.last_us, 0.5), percentile(l.last_us, 1), l.last_us.size(), l.missed, l.after_end);
     if (!json)
         return;
-    fprintf(json, "%s  {\"what\": \"latency\", \"shape\": \"%s\", \"T\": %lld, \"pass\": \"%s\", \"yield\": \"%s\", \"tries\": %zu, \"too_late\": %d, \"after_the_pass\": %d", any_record ? ",\n" : "",
-            s.name, (long long)s.tokens, pass_names[pass], how, l.last_us.size(), l.missed, l.after_end);
+    begin_record(json, "latency", s, pass);
+    fprintf(json, ", \"yield\": \"%s\", \"tries\": %zu, \"too_late\": %d, \"after_the_pass\": %d", how, l.last_us.size(), l.missed, l.after_end);
     if (!l.last_us.empty())
         fprintf(json, ", \"first_us_p50\": %.1f, \"first_us_max\": %.1f, \"last_us_p50\": %.1f, \"last_us_max\": %.1f", percentile(l.first_us, 0.5), percentile(l.first_us, 1),
                 percentile(l.last_us, 0.5), percentile(l.last_us, 1));
     fprintf(json, "}");
-    any_record = true;
 }
 
 static void show_cost(FILE *json, const Shape &s, Pass pass, const Cost &c)
@@ -405,10 +411,9 @@ static void show_cost(FILE *json, const Shape &s, Pass pass, const Cost &c)
            percentile(c.off_ms, 0.5), percentile(c.ratio, 0.5), percentile(c.ratio, 0.25), percentile(c.ratio, 0.75), c.ratio.size());
     if (!json)
         return;
-    fprintf(json, "%s  {\"what\": \"cost\", \"shape\": \"%s\", \"T\": %lld, \"pass\": \"%s\", \"pairs\": %zu, \"on_ms\": %.4f, \"off_ms\": %.4f, \"ratio\": %.5f, \"ratio_q1\": %.5f, \"ratio_q3\": %.5f}",
-            any_record ? ",\n" : "", s.name, (long long)s.tokens, pass_names[pass], c.ratio.size(), percentile(c.on_ms, 0.5), percentile(c.off_ms, 0.5), percentile(c.ratio, 0.5),
-            percentile(c.ratio, 0.25), percentile(c.ratio, 0.75));
-    any_record = true;
+    begin_record(json, "cost", s, pass);
+    fprintf(json, ", \"pairs\": %zu, \"on_ms\": %.4f, \"off_ms\": %.4f, \"ratio\": %.5f, \"ratio_q1\": %.5f, \"ratio_q3\": %.5f}", c.ratio.size(), percentile(c.on_ms, 0.5),
+            percentile(c.off_ms, 0.5), percentile(c.ratio, 0.5), percentile(c.ratio, 0.25), percentile(c.ratio, 0.75));
 }
 
 static void measure(FILE *json, const Shape &s, bool latency, int tries, int pairs, int32_t yield_us, uint64_t seed)
@@ -460,9 +465,12 @@ int main(int argc, char **argv)
     CUDA(cudaGetDeviceProperties(&device, 0));
     CUDA(cudaDriverGetVersion(&driver));
     printf("%s, CUDA driver %d, seed %llu\n", device.name, driver, (unsigned long long)seed);
+    const char *commit = getenv("MOK_COMMIT");
+    snprintf(about, sizeof about, "\"yield_us\": %d, \"device\": \"%s\", \"driver\": %d, \"commit\": \"%s\"", yield_us, device.name, driver, commit ? commit : "");
     if (json)
         fprintf(json, "[\n");
-    const Shape shapes[] = {{"kimi-k2.7-code, 8 experts", 8192, 7168, 2048, 8, 8}, {"kimi-k2.7-code, 8 experts", 2048, 7168, 2048, 8, 8}, {"qwen3-30b-a3b", 8192, 2048, 768, 128, 8}};
+    const Shape shapes[] = {{"kimi-k2.7-code, 8 experts", 8192, 7168, 2048, 8, 8}, {"kimi-k2.7-code, 8 experts", 2048, 7168, 2048, 8, 8}, {"qwen3-30b-a3b", 8192, 2048, 768, 128, 8},
+                            {"deepseek-v4-pro, 6 experts", 2048, 7168, 3072, 6, 6}};
     for (const Shape &s : shapes)
         measure(json, s, &s == shapes, tries, pairs, yield_us, seed);
     if (json) {
