@@ -17,6 +17,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+PASSES = ("forward", "backward", "train", "schedule", "total")  # in this order: a new schedule makes the context of a backward stale
 SHAPES = "kimi-k2.7-code-share,glm-5.2-share,deepseek-v4-pro-share,qwen3.5-397b-a17b-share,qwen3-30b-a3b,mixtral-8x7b"
 
 
@@ -31,7 +32,18 @@ def parse():
     p.add_argument("--scale", type=int, default=1, help="divide tokens and widths, to try the program on a small machine")
     p.add_argument("--json", type=Path, help="write the records here")
     p.add_argument("--serve", nargs="*", help=argparse.SUPPRESS)
-    return p.parse_args()
+    options = p.parse_args()
+    names = [build.partition("=")[0] for build in options.builds]
+    for name, build in zip(names, options.builds):
+        library, *settings = build.partition("=")[2].split("@")
+        if not name or not library or any("=" not in s for s in settings if not s.startswith("-")):
+            p.error(f"{build!r} is not NAME=LIBMOK.SO, with @--option value or @VARIABLE=VALUE behind it")
+    if len(set(names)) < len(names):
+        p.error(f"two builds have one name: {', '.join(names)}")
+    if set(options.passes.split(",")) - set(PASSES):
+        p.error(f"--passes is {options.passes!r}: there are {', '.join(PASSES)}")
+    options.passes = [name for name in PASSES if name in options.passes.split(",")]
+    return options
 
 
 # --- the process of one build: a line asks for a shape or for a burst, a line answers ------------------------------------
@@ -76,9 +88,10 @@ def serve(options):
                 layer.close()
             layer = bench_layer.Layer(what["shape"], what["tokens"], layer_options, mok.Group.local(device), None)
             layer.mok.prepare_backward(mok.LayerGrads(gate=torch.empty_like(layer.gate_up), down=torch.empty_like(layer.down)))
-            answer = {"T": layer.tokens, "E": layer.experts, "device": bench_layer.Machine(device).name}
+            answer = {"T": layer.tokens, "E": layer.experts, "ring_rows": layer.mok.workspace.plan.ring_rows, "device": bench_layer.Machine(device).name}
         else:
             answer = {"ms": bench_layer.time_once(layer, getattr(layer.mok, "run_" + what["pass"]), what["calls"])[0]}
+            layer.mok.workspace.wait()  # a pass that failed has no time
         print(json.dumps(answer), flush=True)
     if layer:
         layer.close()
@@ -96,13 +109,15 @@ def measure(workers, what, options):
     return times
 
 
-def record_of(shape, what, times, about):
+def records_of(shape, what, times, about, options):
+    """about: name -> what its worker said of the shape."""
     first = next(iter(times))
     records = []
-    for name, ms in times.items():
+    for spec, (name, ms) in zip(options.builds, times.items()):
         ratios = sorted(a / b for a, b in zip(ms, times[first]))
         records.append({"shape": shape, "pass": what, "build": name, "over": first, "ms": round(statistics.median(ms), 4), "ratio": round(statistics.median(ratios), 4),
-                        "quartiles": [round(ratios[len(ratios) // 4], 4), round(ratios[len(ratios) * 3 // 4], 4)], "rounds": len(ms), **about})
+                        "quartiles": [round(ratios[len(ratios) // 4], 4), round(ratios[len(ratios) * 3 // 4], 4)], "rounds": len(ms), "calls": options.calls, "spec": spec,
+                        "commit": os.environ.get("MOK_COMMIT", ""), **about[name]})
     return records
 
 
@@ -112,19 +127,19 @@ def main():
         return serve(options)
     import bench_layer
 
-    shapes = [(name, int(tokens or 0)) for name, _, tokens in (shape.partition(":") for shape in options.shapes.split(","))]
+    shapes = [(name, int(tokens) if tokens.isdigit() else 0) for name, _, tokens in (shape.partition(":") for shape in options.shapes.split(","))]
     if unknown := [name for name, _ in shapes if name not in bench_layer.CASES]:
-        raise SystemExit(f"no shape {unknown[0]}: there are {', '.join(bench_layer.CASES)}")
+        raise SystemExit(f"no shape {unknown[0]}: there are {', '.join(bench_layer.CASES)}, behind each :TOKENS or nothing")
     workers = [Worker(spec, options) for spec in options.builds]
     records = []
-    print(f"{'shape':28} {'pass':9}" + "".join(f" {w.name:>22}" for w in workers))
+    print(f"{'shape':28} {'pass':9}" + "".join(f" {w.name:>26}" for w in workers))
     for shape, tokens in shapes:
-        about = [w.ask(shape=shape, tokens=tokens) for w in workers][0]
-        for what in options.passes.split(","):
-            rows = record_of(shape, what, measure(workers, what, options), about)
+        about = {w.name: w.ask(shape=shape, tokens=tokens) for w in workers}
+        for what in options.passes:
+            rows = records_of(shape, what, measure(workers, what, options), about, options)
             records += rows
-            cells = (f"{r['ms']:8.3f} {r['ratio']:.3f} {r['quartiles'][0]:.2f}-{r['quartiles'][1]:.2f}" for r in rows)
-            print(f"{shape + (f':{tokens}' if tokens else ''):28} {what:9}" + "".join(f" {c:>22}" for c in cells), flush=True)
+            cells = (f"{r['ms']:8.3f} {r['ratio']:.3f} {r['quartiles'][0]:.3f}-{r['quartiles'][1]:.3f}" for r in rows)
+            print(f"{shape + (f':{tokens}' if tokens else ''):28} {what:9}" + "".join(f" {c:>26}" for c in cells), flush=True)
     for worker in workers:
         worker.close()
     if options.json:

@@ -383,7 +383,7 @@ static Cost measure_cost(Passes &on, Passes &off, Pass pass, int pairs)
 /* ---- what is shown ---- */
 
 static bool any_record;
-static char about[256]; /* of every record: the device, the setting, the commit */
+static char about[512]; /* of every record: the device, the setting, the commit */
 
 static void begin_record(FILE *json, const char *what, const Shape &s, Pass pass)
 {
@@ -466,7 +466,7 @@ int main(int argc, char **argv)
     CUDA(cudaDriverGetVersion(&driver));
     printf("%s, CUDA driver %d, seed %llu\n", device.name, driver, (unsigned long long)seed);
     const char *commit = getenv("MOK_COMMIT");
-    snprintf(about, sizeof about, "\"yield_us\": %d, \"device\": \"%s\", \"driver\": %d, \"commit\": \"%s\"", yield_us, device.name, driver, commit ? commit : "");
+    snprintf(about, sizeof about, "\"yield_us\": %d, \"device\": \"%s\", \"cuda_driver\": %d, \"commit\": \"%s\"", yield_us, device.name, driver, commit ? commit : "");
     if (json)
         fprintf(json, "[\n");
     const Shape shapes[] = {{"kimi-k2.7-code, 8 experts", 8192, 7168, 2048, 8, 8}, {"kimi-k2.7-code, 8 experts", 2048, 7168, 2048, 8, 8}, {"qwen3-30b-a3b", 8192, 2048, 768, 128, 8},

@@ -29,6 +29,7 @@ RUN_BY = {
     "kernel/link": "",  # measures, and checks itself
     "kernel/mx": "mx",
     "layout/": "forward",
+    "layout/pieces": "schedule",
     "stage/backward": "backward backward_sm100 mx_layer mx_layer_sm100",
     "stage/backward_sm100": "mx_wgrad_sm100 backward_sm100 mx_layer_sm100",
     "stage/call": "schedule trace forward",
@@ -167,6 +168,10 @@ WRONG = [
     ("stage/stage.cuh", "tickets[", "1 - ticket", ["ticket"]),
     ("stage/weights.cuh", "if (", "low == last", ["last != nullptr"]),
     ("stage/weights.cuh", "tensor_map_set_address(smem_addr(scratch), address + ", "from.offset", ["0"]),
+    ("layout/pieces.h", "ends_in = stop > start ? ", "(stop - 1) / mb_tiles", ["stop / mb_tiles"]),
+    ("layout/pieces.h", "(stop - 1) / mb_tiles : ", "stop / mb_tiles", ["stop / mb_tiles + 1"]),
+    ("layout/pieces.h", "return ", "mk_min(ends_in, last)", ["ends_in"]),
+    ("stage/s0_schedule.cuh", "mk_uncut_minibatch(&plan, e - 1) + ", "1", ["2"]),
     ("layout/depend.h", "MK_COUNTER_s1_copies_done, old, old + 1, ", "t->copies_out_fwd[old]", ["0", "t->copies_out_fwd[old] + 1"]),
     ("layout/depend.h", "MK_COUNTER_s2_tasks_done, old, old + 1, ", "mk_raised(g, g->gate_up)", ["0", "mk_raised(g, g->gate_up) + 1"]),
     ("layout/depend.h", "old = w->pass == MK_PASS_FORWARD ? ", "mk_tile_before(w, d->ring_tiles, tile)", ["-1"]),

@@ -122,7 +122,7 @@ static void plan_copies(const schedule_job *s, int32_t *last, bool backward)
         int64_t g = global_token(s, row);
         bool remote = row->src_rank != d->rank;
         int32_t from = last[g];
-        if (from >= 0 && !mk_copy_in_reach(r, from, d->ring_tiles, backward ? d->mb_tiles_bwd : d->mb_tiles_fwd, remote))
+        if (from >= 0 && !mk_may_copy(r, from, d->ring_tiles, backward ? d->mb_tiles_bwd : d->mb_tiles_fwd, remote))
             from = -1;
         last[g] = (int32_t)r;
         *(backward ? &row->copy_bwd : &row->copy_fwd) = from;

@@ -1,5 +1,5 @@
 /* Cuts the weight gradients of a table into pieces: one per expert, or several where the ring cannot hold a whole segment.
- * Used by s0_schedule on every backend. O(experts + minibatches), sequential; a GPU does without where nothing is cut. */
+ * Used by s0_schedule on every backend. O(experts + minibatches), sequential; on a GPU only where a segment is cut. */
 #ifndef MK_LAYOUT_PIECES_H
 #define MK_LAYOUT_PIECES_H
 
@@ -65,7 +65,7 @@ MK_FN int64_t mk_uncut_minibatch(const mk_piece_plan *p, int64_t expert)
 }
 
 /* Returns the number of pieces: at most experts + minibatches. An expert without rows gets an empty piece, whose tasks write zeros.
- * Segments are neighbours, so of each only its end is read: on a GPU one thread does this, and a schedule waits for it. */
+ * Segments are neighbours, so of each only its end is read: where a segment is cut, one thread of a GPU does this, and a schedule waits for it. */
 MK_FN int32_t mk_build_pieces(mk_piece_plan *p)
 {
     int64_t minibatches = mk_ceil_div(p->num_tiles, p->mb_tiles), e = 0, first = 0, start = 0, stop = p->num_experts ? p->segment_tile[1] : 0;

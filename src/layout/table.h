@@ -7,10 +7,10 @@
  * and rows are sorted by (g mod S, g div S, k), where g is the global token id. It knows nothing of ranks, so that sums
  * over rows have the same bits for any P; neighbours come from different ranks, which spreads the link's load.
  *
- * A row is *pulled* from its token's rank, or *copied* from the nearest row of the same token that the walk has met before: if both are in one
- * tile, where they are neighbours, and are written together; or else if that saves the link (the token is another rank's), if fewer than
- * ring - minibatch rows lie between them (then that row is still in the ring), and at least MK_COPY_DISTANCE rows, or a minibatch if that
- * is less, from one to the other: a row that is still on its way would keep the batch of rows that waits for it, and the batches that wait for that one. */
+ * A row is *pulled* from its token's rank, or *copied* from the nearest row of the same token that the walk has met before. In one tile always:
+ * they are neighbours, and are written together. From another tile only where that saves the link (the token is another rank's), fewer than
+ * ring - minibatch rows lie between them (then that row is still in the ring), and they are at least MK_COPY_DISTANCE rows apart, or a minibatch if
+ * that is less: a row that is still on its way would keep the batch of rows that waits for it, and the batches that wait for that one. */
 #ifndef MK_LAYOUT_TABLE_H
 #define MK_LAYOUT_TABLE_H
 
@@ -113,7 +113,7 @@ MK_FN int mk_copy_in_ring(int64_t row, int64_t from, int64_t ring_tiles, int64_t
 }
 
 /* May the one be copied from the other? remote: their token is another rank's. */
-MK_FN int mk_copy_in_reach(int64_t row, int64_t from, int64_t ring_tiles, int64_t mb_tiles, int remote)
+MK_FN int mk_may_copy(int64_t row, int64_t from, int64_t ring_tiles, int64_t mb_tiles, int remote)
 {
     int64_t distance = row < from ? from - row : row - from;
     if (row / MK_ROW_TILE == from / MK_ROW_TILE)

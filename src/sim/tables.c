@@ -89,9 +89,9 @@ static bool may_copy(const mk_dims *d, int64_t at, int64_t from, bool remote, bo
 {
     int64_t mb_tiles = backward ? d->mb_tiles_bwd : d->mb_tiles_fwd;
     if (distance == SIM_COPIES_AS_BUILT)
-        return mk_copy_in_reach(at, from, d->ring_tiles, mb_tiles, remote);
-    bool same_tile = at / MK_ROW_TILE == from / MK_ROW_TILE, far = llabs(at - from) >= distance || (same_tile && distance < SIM_NO_COPIES);
-    return far && mk_copy_in_ring(at, from, d->ring_tiles, mb_tiles);
+        return mk_may_copy(at, from, d->ring_tiles, mb_tiles, remote);
+    bool same_tile = at / MK_ROW_TILE == from / MK_ROW_TILE;
+    return same_tile ? distance < SIM_NO_COPIES : remote && llabs(at - from) >= distance && mk_copy_in_ring(at, from, d->ring_tiles, mb_tiles);
 }
 
 /* last[g]: the last row of token g that the walk has met, valid if stamp[g] is this sweep's. */

@@ -73,7 +73,8 @@ static int64_t wrong_rows(const LayerCase &layer, const LayerRank &r)
     return wrong;
 }
 
-/* One minibatch, which is the whole table. A rank has two experts: of a token that goes to both, one row is copied in the ring, by whoever draws it. */
+/* One minibatch, which is the whole table. Rows that are copied are neighbours of their tile, a token twice at one expert: inside a minibatch nothing is far enough to be
+ * copied in the ring (tests/emu/test_forward.cpp has that). */
 static void run_dispatch(int64_t hidden, bool mx)
 {
     LayerShape s;

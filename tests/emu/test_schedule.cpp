@@ -60,4 +60,33 @@ TEST(several_ranks_and_a_ring_that_cuts)
     run_schedule(s);
 }
 
+/* Segments of many tiles and minibatches in a ring that holds them all, and experts without rows between them. */
+TEST(a_ring_that_cuts_nothing)
+{
+    LayerShape s;
+    s.hidden = s.intermediate = 64;
+    s.tokens = {500};
+    s.topk = 3;
+    s.experts = 5;
+    s.ring = 2048;
+    s.minibatch = 128;
+    run_schedule(s);
+    s.dropped = 0.97; /* some experts get a few rows, some none */
+    s.experts = 60;
+    run_schedule(s);
+}
+
+TEST(a_table_without_rows)
+{
+    LayerShape s;
+    s.hidden = s.intermediate = 64;
+    s.tokens = {40};
+    s.topk = 2;
+    s.experts = 4;
+    s.dropped = 1;
+    s.ring = 256;
+    s.minibatch = 128;
+    run_schedule(s);
+}
+
 int main(int argc, char **argv) { return test_main(argc, argv); }

@@ -1,4 +1,4 @@
-/* s1_dispatch: rows in the ring are the rows of the tokens that the table names; padding is not touched; copies go with pulls. */
+/* s1_dispatch: rows in the ring are the rows of the tokens that the table names; padding is not touched; copies, which are within a tile here, go with pulls. */
 #include "stage.h"
 
 static void dispatch(mk_cpu_run *run, mk_cpu_scratch *scratch, mk_task task)

@@ -89,8 +89,16 @@ def test_waits_of_two_libraries_are_compared_round_by_round(tmp_path):
 
 def test_builds_are_compared_round_by_round_with_their_own_settings(tmp_path):
     library = mok._library.library().path
-    out = run("bench/compare_builds.py", f"as_it_is={library}", f"small_ring={library}@--ring-rows 1024@MOK_LOG=error", "--device", "cpu", "--scale", 32, "--shapes", "kimi-k2.7-code-share:24",
-              "--passes", "forward,backward,total", "--rounds", 3, "--calls", 1, "--json", tmp_path / "b.json")
+    builds = [f"as_it_is={library}", f"small={library}@--ring-rows 512 --minibatch-rows 128"]
+    out = run("bench/compare_builds.py", *builds, "--device", "cpu", "--scale", 32, "--shapes", "kimi-k2.7-code-share:200", "--passes", "total,forward,backward", "--rounds", 3, "--calls", 1,
+              "--json", tmp_path / "b.json")
     records = json.loads((tmp_path / "b.json").read_text())
-    assert [(r["pass"], r["build"]) for r in records] == [(p, b) for p in ("forward", "backward", "total") for b in ("as_it_is", "small_ring")]
-    assert all(r["T"] == 24 and r["over"] == "as_it_is" and r["rounds"] == 3 and r["ms"] > 0 for r in records) and all(r["ratio"] == 1 for r in records[::2]) and ":24" in out
+    assert [(r["pass"], r["build"], r["spec"]) for r in records] == [(p, b.partition("=")[0], b) for p in ("forward", "backward", "total") for b in builds]
+    assert all(r["T"] == 200 and r["over"] == "as_it_is" and r["rounds"] == 3 and r["ms"] > 0 for r in records) and all(r["ratio"] == 1 for r in records[::2]) and ":200" in out
+    assert all(r["ring_rows"] == 512 for r in records[1::2]) and all(r["ring_rows"] > 512 for r in records[::2])
+
+
+@pytest.mark.parametrize("words", [["=x.so"], ["a"], ["a=x.so", "a=y.so"], ["a=x.so@NAME"], ["a=x.so", "--passes", "forwards"]])
+def test_builds_that_cannot_be_compared_are_refused(words):
+    done = subprocess.run([sys.executable, "bench/compare_builds.py", *words], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 2 and "error:" in done.stderr

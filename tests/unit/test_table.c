@@ -208,17 +208,17 @@ TEST(rows_are_copied_from_rows_of_the_right_distance)
 {
     for (int up = -1; up <= 1; up += 2) {
         int64_t row = 1 << 20, at = up > 0 ? row : row + MK_ROW_TILE - 1; /* the first of its tile as the walk goes, so that all rows before are of other tiles */
-        CHECK(mk_copy_in_reach(row + 64, row + 64 + up, 2, 1, 1));           /* the same tile */
-        CHECK(mk_copy_in_reach(row + 64, row + 64 + up, 2, 1, 0));
-        CHECK(!mk_copy_in_reach(at, at - up * 2048, 64, 17, 0));             /* this rank's token: nothing to save */
-        CHECK(!mk_copy_in_reach(at, at - up, 64, 17, 1));
-        CHECK(!mk_copy_in_reach(at, at - up * 2047, 64, 17, 1));
-        CHECK(mk_copy_in_reach(at, at - up * 2048, 64, 17, 1));
-        CHECK(!mk_copy_in_reach(at, at - up * 255, 64, 2, 1));               /* a minibatch is shorter than that */
-        CHECK(mk_copy_in_reach(at, at - up * 256, 64, 2, 1));
-        CHECK(mk_copy_in_reach(at, at - up * 62 * 128, 64, 2, 1));
-        CHECK(!mk_copy_in_reach(at, at - up * (62 * 128 + 1), 64, 2, 1));
-        CHECK(mk_copy_in_reach(at, at - up * 128, 2, 1, 1) && !mk_copy_in_reach(at, at - up * 129, 2, 1, 1)); /* the smallest ring: one distance */
+        CHECK(mk_may_copy(row + 64, row + 64 + up, 2, 1, 1));           /* the same tile */
+        CHECK(mk_may_copy(row + 64, row + 64 + up, 2, 1, 0));
+        CHECK(!mk_may_copy(at, at - up * 2048, 64, 17, 0));             /* this rank's token: nothing to save */
+        CHECK(!mk_may_copy(at, at - up, 64, 17, 1));
+        CHECK(!mk_may_copy(at, at - up * 2047, 64, 17, 1));
+        CHECK(mk_may_copy(at, at - up * 2048, 64, 17, 1));
+        CHECK(!mk_may_copy(at, at - up * 255, 64, 2, 1));               /* a minibatch is shorter than that */
+        CHECK(mk_may_copy(at, at - up * 256, 64, 2, 1));
+        CHECK(mk_may_copy(at, at - up * 62 * 128, 64, 2, 1));
+        CHECK(!mk_may_copy(at, at - up * (62 * 128 + 1), 64, 2, 1));
+        CHECK(mk_may_copy(at, at - up * 128, 2, 1, 1) && !mk_may_copy(at, at - up * 129, 2, 1, 1)); /* the smallest ring: one distance */
     }
 }
 

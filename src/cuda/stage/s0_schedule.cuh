@@ -210,14 +210,13 @@ MK_DEVICE mk_piece_plan s0_piece_plan(const S0 &s, const SegmentsShared &shared,
             s.t.pieces, s.t.piece_of_tile, s.t.piece_first, s.t.tiles, -1, 1, 0};
 }
 
-/* The pieces, a thread for each expert; false: a segment is cut, and where depends on those before it. */
-MK_DEVICE bool s0_cut_nothing(SegmentsShared &shared, mk_piece_plan plan)
+/* The pieces, a thread for each expert. False: the table is empty, or a segment is cut, and where depends on those before it. */
+MK_DEVICE bool s0_emit_uncut(SegmentsShared &shared, mk_piece_plan plan)
 {
-    const int64_t minibatches = mk_ceil_div(plan.num_tiles, plan.mb_tiles);
     int32_t cut = plan.num_tiles == 0, any;
     for (int64_t e = thread_idx(); e < plan.num_experts && !cut; e += S0_THREADS)
         cut = mk_uncut_minibatch(&plan, e) < 0;
-    sum_before(shared.sums, cut, &any);
+    sum_before(shared.sums, cut, &any); /* of any thread */
     if (any)
         return false;
     for (int64_t e = thread_idx(); e < plan.num_experts; e += S0_THREADS) {
@@ -225,8 +224,8 @@ MK_DEVICE bool s0_cut_nothing(SegmentsShared &shared, mk_piece_plan plan)
         mk_piece_emit(&plan, (int32_t)e, e, start, stop, start, stop, minibatch);
         for (int64_t b = e ? mk_uncut_minibatch(&plan, e - 1) + 1 : 0; b <= minibatch; b++)
             store(&plan.piece_first[b], (int32_t)e);
-        for (int64_t b = minibatch + 1; e == plan.num_experts - 1 && b <= minibatches; b++)
-            store(&plan.piece_first[b], (int32_t)plan.num_experts);
+        if (e == plan.num_experts - 1) /* which ends in the last minibatch */
+            store(&plan.piece_first[minibatch + 1], (int32_t)plan.num_experts);
     }
     return true;
 }
@@ -237,7 +236,8 @@ MK_DEVICE void s0_write_head(const S0 &s, mk_piece_plan plan, bool uncut, int64_
     mk_schedule_head h = {};
     h.num_pieces = uncut ? (int32_t)plan.num_experts : mk_build_pieces(&plan);
     note_written(s.t.pieces, sizeof(mk_piece) * (uint64_t)h.num_pieces);
-    note_written(s.t.piece_first, sizeof(int32_t) * (uint64_t)(mk_ceil_div(plan.num_tiles, plan.mb_tiles) + 1));
+    if (!uncut)
+        note_written(s.t.piece_first, sizeof(int32_t) * (uint64_t)(mk_ceil_div(plan.num_tiles, plan.mb_tiles) + 1));
     h.wgrad_continued = plan.num_continued;
     h.magic = MK_SCHEDULE_MAGIC;
     h.fingerprint = s.r.fingerprint;
@@ -264,7 +264,7 @@ MK_DEVICE void s0_segments(const mk_s0_params &p)
     int64_t num_rows;
     const int64_t num_tiles = s0_place_segments(s, shared, &num_rows);
     const mk_piece_plan plan = s0_piece_plan(s, shared, num_tiles);
-    const bool uncut = s0_cut_nothing(shared, plan);
+    const bool uncut = s0_emit_uncut(shared, plan);
     if (thread_idx() == 0) {
         s0_write_head(s, plan, uncut, num_rows);
         store(&device_state(s.r)->done[MK_OP_SCHEDULE], load(&device_state(s.r)->done[MK_OP_SCHEDULE]) + 1);
@@ -347,11 +347,11 @@ MK_DEVICE void s0_copy_row(const S0 &s, const int32_t *rows, int64_t topk, int32
         if (other >= 0 && other < row && other > below)
             below = other;
     }
-    if (above >= 0 && !mk_copy_in_reach(row, above, d.ring_tiles, d.mb_tiles_fwd, remote))
+    if (above >= 0 && !mk_may_copy(row, above, d.ring_tiles, d.mb_tiles_fwd, remote))
         above = -1;
-    if (below >= 0 && !mk_copy_in_reach(row, below, d.ring_tiles, d.mb_tiles_bwd, remote))
+    if (below >= 0 && !mk_may_copy(row, below, d.ring_tiles, d.mb_tiles_bwd, remote))
         below = -1;
-    /* -1 stands there */
+    /* s0_place has put -1 there */
     if (above >= 0) {
         store(&s.t.rows[row].copy_fwd, above);
         counter_add_relaxed_gpu(reinterpret_cast<uint32_t *>(&s.t.copies_out_fwd[above / MK_ROW_TILE]), 1);

@@ -35,7 +35,7 @@ struct DispatchRow {
     int64_t row;              /* of the table */
     bool moves;               /* false: padding, or written together with the row it copies */
     int32_t from;             /* table row it is copied from, -1: pulled */
-    bool waits;               /* copied in the ring: `from` must be there first */
+    bool waits;               /* copied in the ring, from another tile: the token is another rank's (layout/table.h), and `from` must be there first */
     int32_t duplicates;       /* rows behind it in the walk that are copies of it in the same tile */
     bool remote;              /* the token is another rank's */
     float weight;             /* of its route (backward, if it moves) */
