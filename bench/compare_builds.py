@@ -48,12 +48,14 @@ def parse():
 
 # --- the process of one build: a line asks for a shape or for a burst, a line answers ------------------------------------
 class Worker:
+    """spec: as on the command line. options: device and scale. bench/waits.py uses it too."""
+
     def __init__(self, spec, options):
         self.name, _, rest = spec.partition("=")
         library, *more = rest.split("@")
         settings = [m for m in more if m.startswith("-")]
         variables = dict(m.split("=", 1) for m in more if not m.startswith("-"))
-        words = [sys.executable, __file__, *options.builds, "--device", options.device, "--scale", str(options.scale)]
+        words = [sys.executable, __file__, spec, "--device", options.device, "--scale", str(options.scale)]
         words += ["--serve", *(" " + word for s in settings for word in s.split())]  # a blank in front: options of another program
         environment = {**os.environ, "MOK_LIBRARY": str(Path(library).resolve()), **variables}
         self.process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
@@ -88,7 +90,7 @@ def serve(options):
                 layer.close()
             layer = bench_layer.Layer(what["shape"], what["tokens"], layer_options, mok.Group.local(device), None)
             layer.mok.prepare_backward(mok.LayerGrads(gate=torch.empty_like(layer.gate_up), down=torch.empty_like(layer.down)))
-            answer = {"T": layer.tokens, "E": layer.experts, "ring_rows": layer.mok.workspace.plan.ring_rows, "device": bench_layer.Machine(device).name}
+            answer = {"T": layer.tokens, "E": layer.experts, "rows": layer.busiest_rows, "ring_rows": layer.mok.workspace.plan.ring_rows, "device": bench_layer.Machine(device).name}
         else:
             answer = {"ms": bench_layer.time_once(layer, getattr(layer.mok, "run_" + what["pass"]), what["calls"])[0]}
             layer.mok.workspace.wait()  # a pass that failed has no time
@@ -127,9 +129,12 @@ def main():
         return serve(options)
     import bench_layer
 
-    shapes = [(name, int(tokens) if tokens.isdigit() else 0) for name, _, tokens in (shape.partition(":") for shape in options.shapes.split(","))]
-    if unknown := [name for name, _ in shapes if name not in bench_layer.CASES]:
-        raise SystemExit(f"no shape {unknown[0]}: there are {', '.join(bench_layer.CASES)}, behind each :TOKENS or nothing")
+    shapes = []
+    for shape in options.shapes.split(","):
+        name, _, tokens = shape.partition(":")
+        if name not in bench_layer.CASES or not (tokens or "0").isdigit():
+            raise SystemExit(f"no shape {shape}: there are {', '.join(bench_layer.CASES)}, behind each :TOKENS or nothing")
+        shapes.append((name, int(tokens or 0)))
     workers = [Worker(spec, options) for spec in options.builds]
     records = []
     print(f"{'shape':28} {'pass':9}" + "".join(f" {w.name:>26}" for w in workers))

@@ -14,9 +14,9 @@ import hashlib
 import json
 import os
 import statistics
-import subprocess
-import sys
 from pathlib import Path
+
+from compare_builds import Worker
 
 SHAPES = "kimi-k2.7-code-share,qwen3-30b-a3b"
 PASSES = ("forward", "backward")
@@ -33,51 +33,7 @@ def parse():
     p.add_argument("--rounds", type=int, default=4, help="of every pass, each time")
     p.add_argument("--calls", type=int, default=10, help="passes of a burst, of which the mean counts")
     p.add_argument("--json", type=Path, help="write the records here")
-    p.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return p.parse_args()
-
-
-# --- the process of one library: a line asks for a shape or for a burst, a line answers ----------------------------------
-class Worker:
-    def __init__(self, library):
-        words = [sys.executable, __file__, "--worker", *sys.argv[1:]]
-        self.process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "MOK_LIBRARY": str(library.resolve())})
-
-    def ask(self, **what):
-        self.process.stdin.write(json.dumps(what) + "\n")
-        self.process.stdin.flush()
-        answer = self.process.stdout.readline()
-        if not answer:
-            raise SystemExit(f"the process of {self.process.args[-1]} ended with exit code {self.process.wait()}")
-        return json.loads(answer)
-
-    def close(self):
-        self.process.stdin.close()
-        self.process.wait()
-
-
-def serve(options):
-    import torch
-
-    import bench_layer
-    import mok
-
-    layer_options = bench_layer.parse(["--device", options.device, "--shapes", options.shapes, "--scale", str(options.scale)])
-    device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
-    layer = None
-    for line in sys.stdin:
-        what = json.loads(line)
-        if "shape" in what:
-            if layer:
-                layer.close()
-            layer = bench_layer.Layer(what["shape"], 0, layer_options, mok.Group.local(device), None)
-            layer.mok.prepare_backward(mok.LayerGrads(gate=torch.empty_like(layer.gate_up), down=torch.empty_like(layer.down)))
-            answer = {"T": layer.tokens, "E": layer.experts, "rows": layer.busiest_rows, "device": bench_layer.Machine(device).name}
-        else:
-            answer = {"ms": bench_layer.time_once(layer, layer.mok.run(what["pass"]), what["calls"])[0]}
-        print(json.dumps(answer), flush=True)
-    if layer:
-        layer.close()
 
 
 # --- measuring ------------------------------------------------------------------------------------------------------------
@@ -99,16 +55,14 @@ def record_of(shape, what, about, times, options):
 
 def main():
     options = parse()
-    if options.worker:
-        return serve(options)
     libraries, shapes = {"bounded": options.bounded, "unbounded": options.unbounded}, options.shapes.split(",")
     if options.device == "cuda" and len({hashlib.sha256(path.read_bytes()).hexdigest() for path in libraries.values()}) == 1:
         raise SystemExit(f"{options.bounded} and {options.unbounded} are the same library: there is nothing to compare")
     times, about = {(shape, what): {name: [] for name in libraries} for shape in shapes for what in PASSES}, {}
     for start in range(options.starts):
-        workers = {name: Worker(path) for name, path in libraries.items()}
+        workers = {name: Worker(f"{name}={path}@--save auto", options) for name, path in libraries.items()}
         for shape in shapes:
-            about[shape] = [worker.ask(shape=shape) for worker in workers.values()][0]
+            about[shape] = [worker.ask(shape=shape, tokens=0) for worker in workers.values()][0]
             for what in PASSES:
                 measure(workers, what, options, start, times[shape, what])
         for worker in workers.values():

@@ -35,58 +35,31 @@ static void run_schedule(const LayerShape &shape)
     }
 }
 
-TEST(warps_take_many_places_and_experts_are_more_than_threads)
+static LayerShape routing(std::vector<int64_t> tokens, int64_t topk, int64_t experts, int64_t ring, int64_t minibatch, double dropped)
 {
     LayerShape s;
     s.hidden = s.intermediate = 64;
-    s.tokens = {520};
-    s.topk = 64;     /* 64 x 9 x 64 places, more than 1024 warps have lanes */
-    s.experts = 400; /* nor do their segments fit into shared memory */
-    s.dropped = 0.9;
-    s.ring = 512;
-    s.minibatch = 256;
-    run_schedule(s);
+    s.tokens = tokens;
+    s.topk = topk;
+    s.experts = experts;
+    s.ring = ring;
+    s.minibatch = minibatch;
+    s.dropped = dropped;
+    return s;
 }
 
-TEST(several_ranks_and_a_ring_that_cuts)
-{
-    LayerShape s;
-    s.hidden = s.intermediate = 64;
-    s.tokens = {150, 0, 260};
-    s.topk = 3;
-    s.experts = 7;
-    s.ring = 256;
-    s.minibatch = 128;
-    run_schedule(s);
-}
+/* 64 x 9 x 64 places, more than 1024 warps have lanes; nor do the experts' segments fit into shared memory. */
+TEST(warps_take_many_places_and_experts_are_more_than_threads) { run_schedule(routing({520}, 64, 400, 512, 256, 0.9)); }
 
-/* Segments of many tiles and minibatches in a ring that holds them all, and experts without rows between them. */
+TEST(several_ranks_and_a_ring_that_cuts) { run_schedule(routing({150, 0, 260}, 3, 7, 256, 128, 0.1)); }
+
+/* Segments of many tiles and minibatches in a ring that holds them all; experts with a few rows, or none. */
 TEST(a_ring_that_cuts_nothing)
 {
-    LayerShape s;
-    s.hidden = s.intermediate = 64;
-    s.tokens = {500};
-    s.topk = 3;
-    s.experts = 5;
-    s.ring = 2048;
-    s.minibatch = 128;
-    run_schedule(s);
-    s.dropped = 0.97; /* some experts get a few rows, some none */
-    s.experts = 60;
-    run_schedule(s);
+    run_schedule(routing({500}, 3, 5, 2048, 128, 0.1));
+    run_schedule(routing({500}, 3, 60, 2048, 128, 0.97));
 }
 
-TEST(a_table_without_rows)
-{
-    LayerShape s;
-    s.hidden = s.intermediate = 64;
-    s.tokens = {40};
-    s.topk = 2;
-    s.experts = 4;
-    s.dropped = 1;
-    s.ring = 256;
-    s.minibatch = 128;
-    run_schedule(s);
-}
+TEST(a_table_without_rows) { run_schedule(routing({40}, 2, 4, 256, 128, 1)); }
 
 int main(int argc, char **argv) { return test_main(argc, argv); }
