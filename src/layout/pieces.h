@@ -22,12 +22,13 @@ typedef struct mk_piece_plan {
 MK_FN void mk_piece_fill(const mk_piece_plan *p, int32_t index)
 {
     int64_t expert = p->pieces[index].expert, start = p->segment_tile[expert], t;
+    mk_tile tile = {(int32_t)expert, 0, (int32_t)start, p->segment_tile[expert + 1]};
     for (t = p->pieces[index].tile_first; t < p->pieces[index].tile_end; t++) {
         p->piece_of_tile[t] = index;
         if (!p->tiles)
             continue;
-        p->tiles[t].expert = (int32_t)expert;
-        p->tiles[t].rows = (int32_t)mk_min(p->segment_rows[expert] - (t - start) * MK_ROW_TILE, MK_ROW_TILE);
+        tile.rows = (int32_t)mk_min(p->segment_rows[expert] - (t - start) * MK_ROW_TILE, MK_ROW_TILE);
+        p->tiles[t] = tile;
     }
 }
 

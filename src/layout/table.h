@@ -25,8 +25,9 @@ typedef struct mk_row {
 
 /* A tile of the table. */
 typedef struct mk_tile {
-    int32_t expert;    /* local index */
-    int32_t rows;      /* valid ones */
+    int32_t expert;                     /* local index */
+    int32_t rows;                       /* valid ones */
+    int32_t segment_first, segment_end; /* tiles of that expert */
 } mk_tile;
 
 /* A weight-gradient piece: the rows of one expert that one set of tasks sums up. An expert has one piece, or several where the ring

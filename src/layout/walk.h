@@ -17,8 +17,10 @@
  *   [dispatch 0][gate_up 0: rows not saved][dgrad_down 0]  [dispatch 1][gate_up 1][dgrad_down 1][dgrad_gate_up 0][wgrad 0] …
  *
  * Inside a minibatch the forward takes tiles in descending order, the backward ascending, so that "earlier in the walk" is
- * one direction of the table everywhere. GEMM tasks of a minibatch come in groups of grid.group_tiles tiles: for each part, the group's
- * tiles. The first minibatch has groups of a quarter of that, because nobody has anything else to do until its rows are there.
+ * one direction of the table everywhere. GEMM tasks of a minibatch come in groups of at most grid.group_tiles tiles: for each part, the group's
+ * tiles. A group's tiles are of one expert: they share weights in a cache, where those of two experts would only share the room (docs/performance.md, "Groups
+ * of one expert"). What a minibatch has of an expert is cut into equal groups. A pass begins with smaller ones, because nobody has anything else to do until
+ * their rows are there: with one of half the size, or, in the backward, where rows take twice as long, with a minibatch of groups of a quarter.
  *
  * Why it cannot deadlock: a task of minibatch m overwrites ring slots of tiles that lie ring_tiles before it. With a ring of two
  * minibatches or more these belong to minibatch m-2 or earlier, whose last readers (down, dgrad_gate_up, wgrad) come before
@@ -57,7 +59,7 @@ typedef struct mk_grid {
     int32_t shared_wgrad;                                                         /* in all */
     int32_t dispatch, gate_up, down, dgrad_down, dgrad_gate_up;                   /* per table tile */
     int32_t wgrad;                                                                /* per piece */
-    int32_t group_tiles; /* so many tiles take turns at each part, so that they share weights in a cache; 0 stands for 1 */
+    int32_t group_tiles; /* at most so many tiles of an expert take turns at each part; 0 stands for 1 */
     int32_t wgrad_waits; /* 1: dgrad_gate_up also makes the weight gradients' operands of its tile */
     int32_t raises;      /* how often one finished GEMM task raises its counter (CTAs x warps on a GPU); 0 stands for 1 */
 } mk_grid;
@@ -76,20 +78,16 @@ typedef struct mk_walk {
     mk_grid grid;
     int64_t num_tiles, mb_tiles, num_minibatches;
     int64_t replay_from;          /* backward: gate_up tasks exist for tiles from here on */
+    const mk_tile *tiles;         /* [num_tiles] of the table; may be NULL where group_tiles is at most 1 */
     int64_t shared_tiles;
     const int32_t *piece_first;   /* backward: [num_minibatches + 1] first piece of each minibatch */
     int64_t num_pieces;
     int64_t shared_tasks, num_tasks;
 } mk_walk;
 
-/* Tiles of a group: about 16, or about 11 where experts have fewer than 8 tiles each, and such that the groups of a minibatch are alike: a last one of a tile or two would
- * read all of an expert's weights for these alone. Up to seven groups (of 11) or ten (of 16) the last has at least half of what the others have; beyond, it
- * may be short, one of many. */
-MK_FN int32_t mk_walk_group(const mk_dims *d, int64_t mb_tiles)
-{
-    int64_t expected_rows = d->max_tokens * d->num_ranks * d->topk / d->num_experts, tiles = expected_rows < 8 * MK_ROW_TILE ? 11 : 16; /* of an expert */
-    return (int32_t)mk_ceil_div(mb_tiles, mk_max((mb_tiles + tiles / 2) / tiles, 1));
-}
+/* grid.group_tiles of who shares weights in a cache: what a wave of tasks reads is least where a group has about as many tiles as the wave's columns have
+ * tiles' widths (132 SMs: 11 x 6), and longer groups read the weights less often. */
+enum { MK_GROUP_TILES = 16 };
 
 /* Tiles [*first, *end) of the walk's step m. */
 MK_FN void mk_walk_minibatch(const mk_walk *w, int64_t m, int64_t *first, int64_t *end)
@@ -132,25 +130,6 @@ MK_FN void mk_walk_count(mk_walk *w)
         w->num_tasks = w->shared_tasks + w->num_pieces * g->wgrad;
 }
 
-/* The same for GEMM tasks, which come in groups of units. Inside a step numbers fit 31 bits (layout/config.c bounds the minibatch). */
-MK_FN int mk_walk_take_grouped(int64_t *number, int64_t count, int32_t grid, int32_t group, int64_t *unit, int32_t *part)
-{
-    int64_t tasks = count * grid;
-    uint32_t n, first, units;
-    if (*number >= tasks) {
-        *number -= tasks;
-        return 0;
-    }
-    n = (uint32_t)*number;
-    group = group > 1 ? group : 1;
-    first = n / (uint32_t)(group * grid) * (uint32_t)group; /* unit */
-    units = (uint32_t)count - first < (uint32_t)group ? (uint32_t)count - first : (uint32_t)group;
-    n -= first * (uint32_t)grid;
-    *unit = first + n % units;
-    *part = (int32_t)(n / units);
-    return 1;
-}
-
 /* Cuts `count` units of `grid` tasks off the number; true if it lies in them. */
 MK_FN int mk_walk_take(int64_t *number, int64_t count, int32_t grid, int64_t *unit, int32_t *part)
 {
@@ -161,6 +140,73 @@ MK_FN int mk_walk_take(int64_t *number, int64_t count, int32_t grid, int64_t *un
     }
     *unit = *number / grid;
     *part = (int32_t)(*number % grid);
+    return 1;
+}
+
+/* Tiles that take turns at each part: positions [first, first + tiles) among those of a step, as the walk meets them. */
+typedef struct mk_group { uint32_t first, tiles; } mk_group;
+
+/* The group that position `at` of [first, end) is in, if these are cut into equal groups of at most `most`. */
+MK_FN mk_group mk_walk_cut(uint32_t first, uint32_t end, uint32_t most, uint32_t at)
+{
+    uint32_t groups = (end - first + most - 1) / most, size = (end - first + groups - 1) / groups;
+    mk_group g;
+    g.first = first + (at - first) / size * size;
+    g.tiles = end - g.first < size ? end - g.first : size;
+    return g;
+}
+
+/* The same of table tiles [first, end), cut where experts change. begins: the pass does, with these. */
+MK_FN mk_group mk_walk_group(const mk_walk *w, int64_t first, int64_t end, uint32_t at, int begins)
+{
+    int backward = w->pass == MK_PASS_BACKWARD;
+    uint32_t most = w->grid.group_tiles > 1 ? (uint32_t)w->grid.group_tiles : 1, from, to, lead = begins && !backward ? most / 2 : 0;
+    mk_tile tile;
+    if (most == 1)
+        return mk_walk_cut(at, at + 1, 1, at);
+    tile = w->tiles[backward ? first + at : end - 1 - at];
+    from = (uint32_t)(backward ? mk_max(tile.segment_first - first, 0) : mk_max(end - tile.segment_end, 0));
+    to = (uint32_t)(backward ? mk_min(tile.segment_end, end) - first : end - mk_max(tile.segment_first, first));
+    if (begins && backward)
+        most = most < 8 ? 1 : most / 4;
+    if (at < lead)
+        to = to < lead ? to : lead;
+    else
+        from = from < lead ? lead : from;
+    return mk_walk_cut(from, to, most, at);
+}
+
+/* Task n of those of a group, and of all groups before it, of `grid` tasks for each tile: position of its tile, and which of the tile's. */
+MK_FN void mk_walk_turn(mk_group g, uint32_t n, int32_t grid, int64_t *unit, int32_t *part)
+{
+    n -= g.first * (uint32_t)grid;
+    *unit = g.first + n % g.tiles;
+    *part = (int32_t)(n / g.tiles);
+}
+
+/* As mk_walk_take, for GEMM tasks of table tiles [first, end). Inside a step numbers fit 31 bits (layout/config.c bounds the minibatch). */
+MK_FN int mk_walk_take_grouped(const mk_walk *w, int64_t *number, int64_t first, int64_t end, int32_t grid, int begins, int64_t *unit, int32_t *part)
+{
+    int64_t tasks = mk_max(end - first, 0) * grid;
+    uint32_t n;
+    if (*number >= tasks) {
+        *number -= tasks;
+        return 0;
+    }
+    n = (uint32_t)*number;
+    mk_walk_turn(mk_walk_group(w, first, end, n / (uint32_t)grid, begins), n, grid, unit, part);
+    return 1;
+}
+
+/* As mk_walk_take, for GEMM tasks of the shared expert. */
+MK_FN int mk_walk_take_shared(const mk_walk *w, int64_t *number, int32_t grid, int64_t *unit, int32_t *part)
+{
+    uint32_t n = (uint32_t)*number, most = w->grid.group_tiles > 1 ? (uint32_t)w->grid.group_tiles : 1;
+    if (*number >= w->shared_tiles * grid) {
+        *number -= w->shared_tiles * grid;
+        return 0;
+    }
+    mk_walk_turn(mk_walk_cut(0, (uint32_t)w->shared_tiles, most, n / (uint32_t)grid), n, grid, unit, part);
     return 1;
 }
 
@@ -176,15 +222,15 @@ MK_FN mk_task mk_task_make(mk_task_kind kind, int64_t tile, int32_t part)
 MK_FN mk_task mk_walk_shared_task(const mk_walk *w, int64_t number)
 {
     const mk_grid *g = &w->grid;
-    int64_t unit = 0, n = w->shared_tiles;
+    int64_t unit = 0;
     int32_t part = 0;
-    if (mk_walk_take_grouped(&number, n, g->shared_gate_up, g->group_tiles, &unit, &part))
+    if (mk_walk_take_shared(w, &number, g->shared_gate_up, &unit, &part))
         return mk_task_make(MK_TASK_SHARED_GATE_UP, unit, part);
-    if (mk_walk_take_grouped(&number, n, g->shared_down, g->group_tiles, &unit, &part))
+    if (mk_walk_take_shared(w, &number, g->shared_down, &unit, &part))
         return mk_task_make(MK_TASK_SHARED_DOWN, unit, part);
-    if (mk_walk_take_grouped(&number, n, g->shared_dgrad_down, g->group_tiles, &unit, &part))
+    if (mk_walk_take_shared(w, &number, g->shared_dgrad_down, &unit, &part))
         return mk_task_make(MK_TASK_SHARED_DGRAD_DOWN, unit, part);
-    if (mk_walk_take_grouped(&number, n, g->shared_dgrad_gate_up, g->group_tiles, &unit, &part))
+    if (mk_walk_take_shared(w, &number, g->shared_dgrad_gate_up, &unit, &part))
         return mk_task_make(MK_TASK_SHARED_DGRAD_GATE_UP, unit, part);
     return mk_task_make(MK_TASK_SHARED_WGRAD, 0, (int32_t)number);
 }
@@ -216,28 +262,26 @@ MK_FN mk_task mk_walk_task_in_step(const mk_walk *w, int64_t number, int64_t m)
     int64_t lead_first = 0, lead_end = 0, lag_first = 0, lag_end = 0, unit = 0;
     int32_t part = 0;
     int backward = w->pass == MK_PASS_BACKWARD;
-    int32_t lead_group = m == 0 ? g->group_tiles / 4 : g->group_tiles, lag_group = g->group_tiles;
     number -= mk_walk_before_step(w, m);
     if (m < w->num_minibatches)
         mk_walk_minibatch(w, m, &lead_first, &lead_end);
     if (m > 0)
         mk_walk_minibatch(w, m - 1, &lag_first, &lag_end);
-    int64_t lead = lead_end - lead_first, lag = lag_end - lag_first;
 #define MK_TILE_AT(first, end) (backward ? (first) + unit : (end) - 1 - unit)
-    if (mk_walk_take(&number, lead, g->dispatch, &unit, &part))
+    if (mk_walk_take(&number, lead_end - lead_first, g->dispatch, &unit, &part))
         return mk_task_make(MK_TASK_DISPATCH, MK_TILE_AT(lead_first, lead_end), part);
     if (!backward) {
-        if (mk_walk_take_grouped(&number, lead, g->gate_up, lead_group, &unit, &part))
+        if (mk_walk_take_grouped(w, &number, lead_first, lead_end, g->gate_up, m == 0, &unit, &part))
             return mk_task_make(MK_TASK_GATE_UP, MK_TILE_AT(lead_first, lead_end), part);
-        mk_walk_take_grouped(&number, lag, g->down, lag_group, &unit, &part);
+        mk_walk_take_grouped(w, &number, lag_first, lag_end, g->down, 0, &unit, &part);
         return mk_task_make(MK_TASK_DOWN, MK_TILE_AT(lag_first, lag_end), part);
     }
     int64_t replay_first = mk_max(lead_first, w->replay_from);
-    if (mk_walk_take_grouped(&number, mk_max(lead_end - replay_first, 0), g->gate_up, lead_group, &unit, &part))
+    if (mk_walk_take_grouped(w, &number, replay_first, lead_end, g->gate_up, m == 0, &unit, &part))
         return mk_task_make(MK_TASK_GATE_UP, replay_first + unit, part);
-    if (mk_walk_take_grouped(&number, lead, g->dgrad_down, lead_group, &unit, &part))
+    if (mk_walk_take_grouped(w, &number, lead_first, lead_end, g->dgrad_down, m == 0, &unit, &part))
         return mk_task_make(MK_TASK_DGRAD_DOWN, lead_first + unit, part);
-    if (mk_walk_take_grouped(&number, lag, g->dgrad_gate_up, lag_group, &unit, &part))
+    if (mk_walk_take_grouped(w, &number, lag_first, lag_end, g->dgrad_gate_up, 0, &unit, &part))
         return mk_task_make(MK_TASK_DGRAD_GATE_UP, lag_first + unit, part);
 #undef MK_TILE_AT
     int64_t piece = m > 0 ? w->piece_first[m - 1] : 0;

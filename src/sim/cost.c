@@ -15,7 +15,7 @@ static int32_t parts(int64_t cols, const sim_profile *p) { return (int32_t)mk_ce
 mk_grid sim_grid(const sim_profile *p, const mk_dims *d, mk_pass pass)
 {
     int64_t shared = d->shared_intermediate;
-    mk_grid g = {.group_tiles = mk_walk_group(d, pass == MK_PASS_BACKWARD ? d->mb_tiles_bwd : d->mb_tiles_fwd), .gate_up = parts(2 * d->intermediate, p),
+    mk_grid g = {.group_tiles = MK_GROUP_TILES, .gate_up = parts(2 * d->intermediate, p),
                  .shared_gate_up = shared ? parts(2 * shared, p) : 0};
     if (pass == MK_PASS_FORWARD) {
         g.down = parts(d->hidden, p);

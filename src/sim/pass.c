@@ -146,7 +146,7 @@ static void set_walk(const sim_state *s, sim_rank *r)
     const mk_dims *d = &r->t->dims;
     bool backward = s->c->pass == MK_PASS_BACKWARD;
     r->walk = (mk_walk){.pass = s->c->pass, .grid = s->grid, .num_tiles = r->t->head.num_tiles, .mb_tiles = backward ? d->mb_tiles_bwd : d->mb_tiles_fwd,
-                        .shared_tiles = d->shared_intermediate ? mk_ceil_div(s->c->tokens, MK_ROW_TILE) : 0, .piece_first = r->table.piece_first,
+                        .shared_tiles = d->shared_intermediate ? mk_ceil_div(s->c->tokens, MK_ROW_TILE) : 0, .tiles = r->table.tiles, .piece_first = r->table.piece_first,
                         .num_pieces = r->t->head.num_pieces, .replay_from = backward ? mk_min(d->saved_tiles, r->t->head.num_tiles) : 0};
     if (!sim_strategies[s->c->strategy].serial) {
         mk_walk_count(&r->walk);
@@ -169,11 +169,17 @@ static bool order_by_macrobatch(const sim_state *s, sim_rank *r)
         return false;
     for (; n < r->walk.shared_tasks; n++)
         r->order[n] = mk_walk_task(&r->walk, n);
-    for (int64_t m = 0; m < r->num_macros; m++) {
+    mk_tile *own = malloc(sizeof *own * (size_t)mk_min(ring, tiles + 1)); /* the macrobatch's, counted from its first */
+    for (int64_t m = 0; m < r->num_macros && own; m++) {
         bool backward = s->c->pass == MK_PASS_BACKWARD;
         int64_t first = backward ? m * ring : mk_max(tiles - (m + 1) * ring, 0), end = backward ? mk_min(first + ring, tiles) : tiles - m * ring, before = n;
         mk_walk part = r->walk;
         part.num_tiles = end - first;
+        part.tiles = own;
+        for (int64_t t = first; t < end; t++) {
+            const mk_tile *of = &r->table.tiles[t];
+            own[t - first] = (mk_tile){of->expert, of->rows, (int32_t)(of->segment_first - first), (int32_t)(of->segment_end - first)};
+        }
         part.shared_tiles = part.grid.wgrad = part.grid.shared_wgrad = 0;
         part.replay_from = mk_min(mk_max(r->walk.replay_from - first, 0), part.num_tiles);
         mk_walk_count(&part);
@@ -187,6 +193,7 @@ static bool order_by_macrobatch(const sim_state *s, sim_rank *r)
                 r->order[n++] = mk_task_make(MK_TASK_WGRAD, piece, i);
         r->macro_tasks[m] = (int32_t)(n - before);
     }
+    free(own);
     return n == r->walk.num_tasks;
 }
 

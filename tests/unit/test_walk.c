@@ -43,6 +43,7 @@ static void walk_of(const made_table *m, mk_pass pass, mk_grid grid, int64_t sha
     w->replay_from = mk_min(m->d.saved_tiles, m->head.num_tiles);
     w->num_tiles = pass == MK_PASS_RECOMPUTE ? w->replay_from : m->head.num_tiles;
     w->shared_tiles = shared_tiles;
+    w->tiles = m->t.tiles;
     if (pass == MK_PASS_BACKWARD) {
         w->piece_first = m->t.piece_first;
         w->num_pieces = m->head.num_pieces;
@@ -74,52 +75,97 @@ static void append(task_list *l, mk_task_kind kind, int64_t tile, int32_t parts)
         l->tasks[l->count++] = (mk_task){kind, (int32_t)tile, p};
 }
 
-/* GEMM tasks of tiles [first, end), in the direction of the pass: in groups of tiles, and of a group all tiles for part 0, then for
- * part 1, … */
-static void append_groups(task_list *l, int64_t first, int64_t end, bool ascending, mk_task_kind kind, int32_t parts, int64_t group)
+/* All of these tiles for part 0, then for part 1, … */
+static void append_group(task_list *l, const int32_t *tiles, int64_t count, mk_task_kind kind, int32_t parts)
 {
-    int64_t count = end - first;
-    for (int64_t start = 0; start < count; start += group)
-        for (int32_t part = 0; part < parts; part++)
-            for (int64_t i = start; i < mk_min(start + group, count) && l->count < MAX_TASKS; i++)
-                l->tasks[l->count++] = (mk_task){kind, (int32_t)(ascending ? first + i : end - 1 - i), part};
+    for (int32_t part = 0; part < parts; part++)
+        for (int64_t i = 0; i < count && l->count < MAX_TASKS; i++)
+            l->tasks[l->count++] = (mk_task){kind, tiles[i], part};
 }
 
-/* [kind] of every tile of the walk's minibatch m. Dispatches do not come in groups; the first minibatch's groups are a quarter of the others'. */
-static void append_minibatch(task_list *l, const mk_walk *w, int64_t m, mk_task_kind kind, int32_t parts, bool leads_the_pass)
+/* In groups as equal as can be: all have the same number of tiles but the last, which may have fewer. */
+static void append_equal_groups(task_list *l, const int32_t *tiles, int64_t count, mk_task_kind kind, int32_t parts, int64_t most)
 {
-    int64_t first = m * w->mb_tiles, end = mk_min(first + w->mb_tiles, w->num_tiles), group = w->grid.group_tiles;
+    int64_t groups = 0, size = 0;
+    for (groups = 1; groups * most < count;)
+        groups++;
+    for (size = 1; size * groups < count;)
+        size++;
+    for (int64_t at = 0; at < count; at += size)
+        append_group(l, tiles + at, mk_min(size, count - at), kind, parts);
+}
+
+enum { MAX_LISTED = 4096 };
+
+/* GEMM tasks of the table's tiles [first, end), as the pass meets them: where the expert changes a group ends. `begins`: the pass does, with these. */
+static void append_groups(task_list *l, const walk_case *c, int64_t first, int64_t end, mk_task_kind kind, int32_t parts, bool begins)
+{
+    bool backward = c->w.pass == MK_PASS_BACKWARD;
+    int32_t tiles[MAX_LISTED], count = 0;
+    int64_t most = mk_max(c->w.grid.group_tiles, 1), early = begins && backward ? mk_max(most / 4, 1) : most;
+    CHECK(end - first <= MAX_LISTED);
+    for (int64_t i = first; i < end; i++)
+        tiles[count++] = (int32_t)(backward ? i : first + end - 1 - i);
+    for (int32_t start = 0; start < count;) {
+        int32_t stop = start;
+        while (stop < count && mk_expert_of_tile(&c->m.t, tiles[stop]) == mk_expert_of_tile(&c->m.t, tiles[start]))
+            stop++;
+        if (begins && !backward && start == 0 && most > 1) {
+            int32_t half = (int32_t)mk_min(most / 2, stop);
+            append_group(l, tiles, half, kind, parts);
+            start = half;
+        }
+        append_equal_groups(l, tiles + start, stop - start, kind, parts, early);
+        start = stop;
+    }
+}
+
+/* [kind] of every tile of the walk's minibatch m. Dispatches do not come in groups. */
+static void append_minibatch(task_list *l, const walk_case *c, int64_t m, mk_task_kind kind, int32_t parts, bool leads_the_pass)
+{
+    const mk_walk *w = &c->w;
+    int64_t first = m * w->mb_tiles, end = mk_min(first + w->mb_tiles, w->num_tiles);
     if (w->pass != MK_PASS_BACKWARD) {
         end = w->num_tiles - m * w->mb_tiles;
         first = mk_max(end - w->mb_tiles, 0);
     }
-    if (leads_the_pass)
-        group /= 4;
-    append_groups(l, first, end, w->pass == MK_PASS_BACKWARD, kind, parts, kind == MK_TASK_DISPATCH || group < 1 ? 1 : group);
+    if (kind != MK_TASK_DISPATCH) {
+        append_groups(l, c, first, end, kind, parts, leads_the_pass);
+        return;
+    }
+    for (int64_t i = first; i < end; i++)
+        append(l, kind, w->pass == MK_PASS_BACKWARD ? i : first + end - 1 - i, parts);
 }
 
 static void append_shared(task_list *l, const mk_walk *w, mk_task_kind kind, int32_t parts)
 {
-    append_groups(l, 0, w->shared_tiles, true, kind, parts, mk_max(w->grid.group_tiles, 1));
+    int32_t tiles[MAX_LISTED];
+    for (int32_t i = 0; i < w->shared_tiles; i++)
+        tiles[i] = i;
+    append_equal_groups(l, tiles, w->shared_tiles, kind, parts, mk_max(w->grid.group_tiles, 1));
 }
 
-static void draw_forward(task_list *l, const mk_walk *w)
+static void draw_forward(task_list *l, const walk_case *c)
 {
+    const mk_walk *w = &c->w;
     int64_t M = (w->num_tiles + w->mb_tiles - 1) / w->mb_tiles;
     append_shared(l, w, MK_TASK_SHARED_GATE_UP, w->grid.shared_gate_up);
     append_shared(l, w, MK_TASK_SHARED_DOWN, w->grid.shared_down);
     for (int64_t m = 0; m <= M; m++) {
         if (m < M) {
-            append_minibatch(l, w, m, MK_TASK_DISPATCH, w->grid.dispatch, false);
-            append_minibatch(l, w, m, MK_TASK_GATE_UP, w->grid.gate_up, m == 0);
+            append_minibatch(l, c, m, MK_TASK_DISPATCH, w->grid.dispatch, false);
+            append_minibatch(l, c, m, MK_TASK_GATE_UP, w->grid.gate_up, m == 0);
         }
         if (m > 0)
-            append_minibatch(l, w, m - 1, MK_TASK_DOWN, w->grid.down, false);
+            append_minibatch(l, c, m - 1, MK_TASK_DOWN, w->grid.down, false);
     }
 }
 
-static void draw_backward(task_list *l, const mk_walk *w, const mk_piece *pieces, int64_t num_pieces)
+static void draw_backward(task_list *l, const walk_case *c)
 {
+    const mk_walk *w = &c->w;
+    const mk_piece *pieces = c->m.t.pieces;
+    int64_t num_pieces = c->m.head.num_pieces;
     int64_t M = (w->num_tiles + w->mb_tiles - 1) / w->mb_tiles;
     append_shared(l, w, MK_TASK_SHARED_GATE_UP, w->grid.shared_gate_up);
     append_shared(l, w, MK_TASK_SHARED_DGRAD_DOWN, w->grid.shared_dgrad_down);
@@ -128,13 +174,12 @@ static void draw_backward(task_list *l, const mk_walk *w, const mk_piece *pieces
     for (int64_t m = 0; m <= M; m++) {
         if (m < M) {
             int64_t end = mk_min((m + 1) * w->mb_tiles, w->num_tiles), replayed = mk_max(m * w->mb_tiles, w->replay_from);
-            append_minibatch(l, w, m, MK_TASK_DISPATCH, w->grid.dispatch, false);
-            append_groups(l, mk_min(replayed, end), end, true, MK_TASK_GATE_UP, w->grid.gate_up,
-                          mk_max(m == 0 ? w->grid.group_tiles / 4 : w->grid.group_tiles, 1));
-            append_minibatch(l, w, m, MK_TASK_DGRAD_DOWN, w->grid.dgrad_down, m == 0);
+            append_minibatch(l, c, m, MK_TASK_DISPATCH, w->grid.dispatch, false);
+            append_groups(l, c, mk_min(replayed, end), end, MK_TASK_GATE_UP, w->grid.gate_up, m == 0);
+            append_minibatch(l, c, m, MK_TASK_DGRAD_DOWN, w->grid.dgrad_down, m == 0);
         }
         if (m > 0)
-            append_minibatch(l, w, m - 1, MK_TASK_DGRAD_GATE_UP, w->grid.dgrad_gate_up, false);
+            append_minibatch(l, c, m - 1, MK_TASK_DGRAD_GATE_UP, w->grid.dgrad_gate_up, false);
         for (int64_t p = 0; p < num_pieces && (m > 0 || M == 0); p++)
             if (M == 0 || pieces[p].minibatch == m - 1)
                 append(l, MK_TASK_WGRAD, p, w->grid.wgrad);
@@ -146,9 +191,9 @@ static void check_order(const walk_case *c)
     const mk_walk *w = &c->w;
     task_list l = {malloc(sizeof(mk_task) * MAX_TASKS), 0};
     if (w->pass == MK_PASS_BACKWARD)
-        draw_backward(&l, w, c->m.t.pieces, c->m.head.num_pieces);
+        draw_backward(&l, c);
     else
-        draw_forward(&l, w);
+        draw_forward(&l, c);
     CHECK(l.count < MAX_TASKS);
     CHECK_EQ(w->num_tasks, l.count);
     for (int64_t i = 0; i < l.count && i < w->num_tasks; i++) {
@@ -206,23 +251,6 @@ TEST(every_task_once_in_the_drawn_order)
         table_free(&c.m);
     }
     CHECK(most > 4);
-}
-
-/* All tiles of an expert that take turns at a part read its weights once: groups are neither small nor too many for a cache. */
-TEST(groups_of_a_minibatch_are_alike)
-{
-    for (int64_t tiles = 1; tiles <= 5000; tiles++)
-        for (int32_t few = 0; few < 2; few++) {
-            mk_dims d = {.max_tokens = 2048, .num_ranks = 1, .topk = 8, .num_experts = few ? 17 : 16}; /* 7.5 tiles of an expert, or 8 */
-            int64_t group = mk_walk_group(&d, tiles), groups = mk_ceil_div(tiles, group), last = tiles - (groups - 1) * group, usual = few ? 11 : 16;
-            if (2 * tiles < 3 * usual)
-                CHECK_EQ(group, tiles); /* one group */
-            else
-                CHECK(group >= usual - usual / 3 && group <= usual + usual / 3);
-            if (tiles <= (few ? 77 : 160))
-                CHECK(2 * last >= group);
-            CHECK(last >= 1);
-        }
 }
 
 TEST(kinds_left_out_leave_no_task)

@@ -113,7 +113,7 @@ template <bool Mx> MK_DEVICE mk_grid backward_grid(const mk_backward_params &p)
         if (g.wgrad_waits)
             g.dgrad_gate_up = (int32_t)mk_ceil_div(d.hidden, pair);
     }
-    g.group_tiles = mk_walk_group(&d, d.mb_tiles_bwd);
+    g.group_tiles = MK_GROUP_TILES;
     g.raises = (int32_t)(kColumnTiles<TileBackward> * kWarpsPerTile<TileBackward>);
     return g;
 }
@@ -124,6 +124,7 @@ template <bool Mx> MK_DEVICE mk_walk backward_walk(const mk_backward_params &p, 
     mk_walk w = {};
     w.pass = MK_PASS_BACKWARD;
     w.mb_tiles = d.mb_tiles_bwd;
+    w.tiles = t.tiles;
     w.piece_first = t.piece_first;
     if (!skipped(p.rank)) {
         w.grid = backward_grid<Mx>(p);

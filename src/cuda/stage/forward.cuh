@@ -63,9 +63,10 @@ MK_DEVICE mk_walk forward_walk(const mk_forward_params &p)
     w.grid.down = p.recompute ? 0 : (int32_t)mk_ceil_div(d.hidden, pair);
     w.grid.shared_gate_up = (int32_t)mk_ceil_div(2 * d.shared_intermediate, pair);
     w.grid.shared_down = w.grid.down;
-    w.grid.group_tiles = mk_walk_group(&d, d.mb_tiles_fwd);
+    w.grid.group_tiles = MK_GROUP_TILES;
     w.grid.raises = (int32_t)(kColumnTiles<TileForward> * kWarpsPerTile<TileForward>);
     w.mb_tiles = d.mb_tiles_fwd;
+    w.tiles = mk_table_at(&p.rank.memory, p.schedule).tiles;
     if (!skipped(p.rank)) {
         w.num_tiles = load(&static_cast<const mk_schedule_head *>(p.schedule)->num_tiles);
         w.shared_tiles = d.shared_intermediate ? mk_ceil_div(p.num_tokens, MK_ROW_TILE) : 0;
