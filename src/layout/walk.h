@@ -20,7 +20,7 @@
  * one direction of the table everywhere. GEMM tasks of a minibatch come in groups of at most grid.group_tiles tiles: for each part, the group's
  * tiles. A group's tiles are of one expert: they share weights in a cache, where those of two experts would only share the room (docs/performance.md, "Groups
  * of one expert"). What a minibatch has of an expert is cut into equal groups. A pass begins with smaller ones, because nobody has anything else to do until
- * their rows are there: with one of half the size, or, in the backward, where rows take twice as long, with a minibatch of groups of a quarter.
+ * their rows are there: its first tiles, half a group of them, have groups of their own, or, in the backward, where rows take twice as long, the first minibatch has groups of a quarter.
  *
  * Why it cannot deadlock: a task of minibatch m overwrites ring slots of tiles that lie ring_tiles before it. With a ring of two
  * minibatches or more these belong to minibatch m-2 or earlier, whose last readers (down, dgrad_gate_up, wgrad) come before

@@ -103,18 +103,14 @@ static void append_groups(task_list *l, const walk_case *c, int64_t first, int64
     bool backward = c->w.pass == MK_PASS_BACKWARD;
     int32_t tiles[MAX_LISTED], count = 0;
     int64_t most = mk_max(c->w.grid.group_tiles, 1), early = begins && backward ? mk_max(most / 4, 1) : most;
+    int64_t ends_early = begins && !backward ? most / 2 : 0; /* a group ends there in any case */
     CHECK(end - first <= MAX_LISTED);
     for (int64_t i = first; i < end; i++)
         tiles[count++] = (int32_t)(backward ? i : first + end - 1 - i);
     for (int32_t start = 0; start < count;) {
-        int32_t stop = start;
-        while (stop < count && mk_expert_of_tile(&c->m.t, tiles[stop]) == mk_expert_of_tile(&c->m.t, tiles[start]))
+        int32_t stop = start + 1;
+        while (stop < count && stop != ends_early && mk_expert_of_tile(&c->m.t, tiles[stop]) == mk_expert_of_tile(&c->m.t, tiles[start]))
             stop++;
-        if (begins && !backward && start == 0 && most > 1) {
-            int32_t half = (int32_t)mk_min(most / 2, stop);
-            append_group(l, tiles, half, kind, parts);
-            start = half;
-        }
         append_equal_groups(l, tiles + start, stop - start, kind, parts, early);
         start = stop;
     }
