@@ -176,12 +176,16 @@ MK_FN mk_group mk_walk_group(const mk_walk *w, int64_t first, int64_t end, uint3
     return mk_walk_cut(from, to, most, at);
 }
 
-/* Task n of those of a group, and of all groups before it, of `grid` tasks for each tile: position of its tile, and which of the tile's. */
+/* Task n of those of a group, and of all groups before it, of `grid` tasks for each tile: position of its tile, and which of the tile's. Parts go through the tiles up and
+ * down in turn: so tasks with neighbouring numbers share weights or rows, and two CTAs that take one each load those once. */
 MK_FN void mk_walk_turn(mk_group g, uint32_t n, int32_t grid, int64_t *unit, int32_t *part)
 {
+    uint32_t turn, at;
     n -= g.first * (uint32_t)grid;
-    *unit = g.first + n % g.tiles;
-    *part = (int32_t)(n / g.tiles);
+    turn = n / g.tiles;
+    at = n % g.tiles;
+    *unit = g.first + (turn % 2 ? g.tiles - 1 - at : at);
+    *part = (int32_t)turn;
 }
 
 /* As mk_walk_take, for GEMM tasks of table tiles [first, end). Inside a step numbers fit 31 bits (layout/config.c bounds the minibatch). */

@@ -435,9 +435,9 @@ static mk_cu_result fake_cuFuncSetAttribute(mk_cu_function f, int attribute, int
 }
 static mk_cu_result fake_cuFuncGetAttribute(int *value, int attribute, mk_cu_function f)
 {
-    (void)f; (void)attribute;
+    (void)f;
     FAKE_BEGIN(cuFuncGetAttribute);
-    *value = 168;
+    *value = attribute == MK_CU_FUNCTION_MAX_THREADS ? 1024 : 168;
     return fake_leave(0);
 }
 static mk_cu_result fake_cuOccupancyMaxActiveClusters(int *clusters, mk_cu_function f, const mk_cu_launch *launch)

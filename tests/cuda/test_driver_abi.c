@@ -46,6 +46,7 @@ SAME(offsetof(mk_cu_allocation, location), offsetof(CUmemAllocationProp, locatio
 SAME(offsetof(mk_cu_allocation, flags), offsetof(CUmemAllocationProp, allocFlags));
 SAME(sizeof(mk_cu_access), sizeof(CUmemAccessDesc));
 SAME(offsetof(mk_cu_access, flags), offsetof(CUmemAccessDesc, flags));
+SAME(MK_CU_FUNCTION_MAX_THREADS, CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK);
 SAME(MK_CU_FUNCTION_NUM_REGS, CU_FUNC_ATTRIBUTE_NUM_REGS);
 SAME(MK_CU_FUNCTION_MAX_DYNAMIC_SHARED, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES);
 SAME(MK_CU_POINTER_MEMORY_TYPE, CU_POINTER_ATTRIBUTE_MEMORY_TYPE);

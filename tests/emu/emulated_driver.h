@@ -182,7 +182,11 @@ inline mk_cuda_driver table()
         return (int)MK_CU_NOT_FOUND;
     };
     t.cuFuncSetAttribute = [](mk_cu_function, int, int) { return 0; };
-    t.cuFuncGetAttribute = [](int *v, int, mk_cu_function) { *v = 168; return 0; };
+    t.cuFuncGetAttribute = [](int *v, int attribute, mk_cu_function f) {
+        const bool forward = !strcmp(reinterpret_cast<const Kernel *>(f)->name, "mok_forward_fused");
+        *v = attribute != MK_CU_FUNCTION_MAX_THREADS ? 168 : forward ? (int)mk::kForwardThreads<false> : 1024;
+        return 0;
+    };
     t.cuOccupancyMaxActiveClusters = [](int *clusters, mk_cu_function, const mk_cu_launch *) { *clusters = 2; return 0; };
     t.cuLaunchKernelEx = launch;
     t.cuStreamIsCapturing = [](mk_cu_stream, int *status) { *status = 0; return 0; };

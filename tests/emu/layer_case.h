@@ -348,7 +348,7 @@ struct LayerCase {
         if (before_stages)
             before_stages(r);
         if (shape.fused)
-            LAUNCH(r, mok_forward_fused, forward_params(r), 2 * shape.clusters, mk::kGemmThreads, 2, MK_FORWARD_SHARED);
+            LAUNCH(r, mok_forward_fused, forward_params(r), 2 * shape.clusters, mk::kForwardThreads<false>, 2, MK_FORWARD_SHARED);
         else
             staged_launches<Tile>(r);
         LAUNCH(r, mok_rank_barrier, r.params, 1, 128);

@@ -75,12 +75,12 @@ static void append(task_list *l, mk_task_kind kind, int64_t tile, int32_t parts)
         l->tasks[l->count++] = (mk_task){kind, (int32_t)tile, p};
 }
 
-/* All of these tiles for part 0, then for part 1, … */
+/* All of these tiles for part 0, then all for part 1 from the last to the first, … */
 static void append_group(task_list *l, const int32_t *tiles, int64_t count, mk_task_kind kind, int32_t parts)
 {
     for (int32_t part = 0; part < parts; part++)
         for (int64_t i = 0; i < count && l->count < MAX_TASKS; i++)
-            l->tasks[l->count++] = (mk_task){kind, tiles[i], part};
+            l->tasks[l->count++] = (mk_task){kind, tiles[part % 2 ? count - 1 - i : i], part};
 }
 
 /* In groups as equal as can be: all have the same number of tiles but the last, which may have fewer. */

@@ -223,15 +223,18 @@ template <class Out, class Kept> struct SwigluRows {
     Out h;
     Kept gate, up;
     float limit;  /* infinity: no clamp */
+    /* Eight columns of a row, if they exist. */
+    MK_MEMBER void put(const GemmTask &task, uint32_t r, int64_t col, bool there, const Vec4 &g, const Vec4 &u) const
+    {
+        if (gate.base) {
+            put_columns(gate, task, r, col, there, g);
+            put_columns(up, task, r, col, there, u);
+        }
+        put_columns(h, task, r, col, there, swiglu8(g, u, limit));
+    }
     template <class Tile> MK_MEMBER void operator()(const GemmTask &task, const Acc<Tile> &acc, const WarpOut &out) const
     {
-        each_gate_up(task, acc, out, h.cols, [&](uint32_t r, int64_t col, bool there, const Vec4 &g, const Vec4 &u) {
-            if (gate.base) {
-                put_columns(gate, task, r, col, there, g);
-                put_columns(up, task, r, col, there, u);
-            }
-            put_columns(h, task, r, col, there, swiglu8(g, u, limit));
-        });
+        each_gate_up(task, acc, out, h.cols, [&](uint32_t r, int64_t col, bool there, const Vec4 &g, const Vec4 &u) { put(task, r, col, there, g, u); });
     }
 };
 

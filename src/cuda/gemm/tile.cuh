@@ -9,6 +9,8 @@
  *   warps 2, 3  spare     a stage kernel may use them
  *   warps 4-11  math      two warpgroups: wgmma, then the epilogue                            mma.cuh, epilogue.cuh
  *
+ * (With warps of their own for epilogues: broad.cuh. Blackwell: pair.cuh.)
+ *
  * A stage kernel brings three things, each a struct:
  *   Tile      one of the tiles below
  *   Program   which task comes next and where its operands are (the interface is at GroupedProgram, grouped.cuh)

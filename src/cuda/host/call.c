@@ -34,7 +34,7 @@ static mok_status launch_kind(const cuda_call *c, mk_cuda_kernel kernel, mk_task
 {
     const mk_cuda_kernel_shape *shape = &mk_cuda_kernel_shapes[kernel];
     mk_cu_launch_attribute cluster = {.id = MK_CU_LAUNCH_CLUSTER_DIMENSION, .value = {.cluster = {shape->cluster, 1, 1}}};
-    mk_cu_launch config = {.grid_x = (unsigned)blocks, .grid_y = 1, .grid_z = 1, .block_x = shape->threads, .block_y = 1, .block_z = 1,
+    mk_cu_launch config = {.grid_x = (unsigned)blocks, .grid_y = 1, .grid_z = 1, .block_x = c->s->device->kernels.threads[kernel], .block_y = 1, .block_z = 1,
                            .shared_bytes = shape->shared, .stream = c->stream, .attributes = &cluster, .num_attributes = shape->cluster > 1};
     void *list[] = {params};
     MK_CUDA_TRY(c->api->cuLaunchKernelEx(&config, c->s->device->kernels.function[kernel], list, NULL),

@@ -35,16 +35,18 @@ void mk_cuda_image_inject(const void *image) { __atomic_store_n(&injected, image
 static mok_status prepare(const mk_cuda_driver *api, mk_cuda_kernels *k, int i)
 {
     const mk_cuda_kernel_shape *shape = &mk_cuda_kernel_shapes[i];
-    int registers = 0;
+    int registers = 0, threads = 0;
     MK_CUDA_TRY(api->cuModuleGetFunction(&k->function[i], k->module, shape->name), "finding kernel %s in the image", shape->name);
     MK_CUDA_TRY(api->cuFuncSetAttribute(k->function[i], MK_CU_FUNCTION_MAX_DYNAMIC_SHARED, (int)shape->shared),
                 "giving kernel %s %u bytes of shared memory", shape->name, shape->shared);
     /* Asking for a compiled property makes the driver load the kernel now. */
     MK_CUDA_TRY(api->cuFuncGetAttribute(&registers, MK_CU_FUNCTION_NUM_REGS, k->function[i]), "loading kernel %s", shape->name);
+    MK_CUDA_TRY(api->cuFuncGetAttribute(&threads, MK_CU_FUNCTION_MAX_THREADS, k->function[i]), "asking for the threads of kernel %s", shape->name);
+    k->threads[i] = (unsigned)threads < shape->threads ? (unsigned)threads : shape->threads;
     if (shape->cluster == 1)
         return MOK_OK;
     mk_cu_launch_attribute cluster = {.id = MK_CU_LAUNCH_CLUSTER_DIMENSION, .value = {.cluster = {shape->cluster, 1, 1}}};
-    mk_cu_launch launch = {.grid_x = shape->cluster, .grid_y = 1, .grid_z = 1, .block_x = shape->threads, .block_y = 1, .block_z = 1,
+    mk_cu_launch launch = {.grid_x = shape->cluster, .grid_y = 1, .grid_z = 1, .block_x = k->threads[i], .block_y = 1, .block_z = 1,
                            .shared_bytes = shape->shared, .attributes = &cluster, .num_attributes = 1};
     MK_CUDA_TRY(api->cuOccupancyMaxActiveClusters(&k->max_clusters[i], k->function[i], &launch), "asking how many clusters of kernel %s fit",
                 shape->name);

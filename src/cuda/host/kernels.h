@@ -7,7 +7,8 @@
 #include "cuda/kernel/mx_params.h"
 #include "cuda/kernel/params.h"
 
-/* X(name, threads, bytes of dynamic shared memory, CTAs of a cluster), as in cuda/kernel/params.h. */
+/* X(name, threads, bytes of dynamic shared memory, CTAs of a cluster), as in cuda/kernel/params.h. A kernel that was compiled for fewer threads (Blackwell's fused forward:
+ * 384) is launched with those. */
 #define MK_CUDA_KERNEL_LIST(X)                            \
     X(mok_call_begin, 128, MK_SMALL_SHARED, 1)            \
     X(mok_weight_maps, 128, MK_SMALL_SHARED, 1)           \
@@ -23,7 +24,7 @@
     X(mok_s2_gate_up_narrow, 384, MK_GEMM_SHARED_NARROW, 2) \
     X(mok_s4_down_wide, 384, MK_GEMM_SHARED_WIDE, 2)      \
     X(mok_s4_down_narrow, 384, MK_GEMM_SHARED_NARROW, 2)  \
-    X(mok_forward_fused, 384, MK_FORWARD_SHARED, 2)       \
+    X(mok_forward_fused, 512, MK_FORWARD_SHARED, 2)       \
     X(mok_s5_combine, 256, MK_SMALL_SHARED, 1)            \
     X(mok_shared_scale, 256, MK_SMALL_SHARED, 1)          \
     X(mok_backward_fused, 384, MK_BACKWARD_SHARED, 2)     \
@@ -60,6 +61,7 @@ extern const mk_cuda_kernel_shape mk_cuda_kernel_shapes[MK_NUM_CUDA_KERNELS];
 typedef struct mk_cuda_kernels {
     mk_cu_module module;                              /* NULL: not loaded */
     mk_cu_function function[MK_NUM_CUDA_KERNELS];
+    unsigned threads[MK_NUM_CUDA_KERNELS];            /* of a block */
     int max_clusters[MK_NUM_CUDA_KERNELS];            /* resident at once; only of kernels in clusters */
 } mk_cuda_kernels;
 

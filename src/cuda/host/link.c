@@ -26,7 +26,7 @@ typedef struct link_call {
 static mok_status launch(const link_call *c, mk_cuda_kernel kernel, int64_t blocks, void *params)
 {
     const mk_cuda_kernel_shape *shape = &mk_cuda_kernel_shapes[kernel];
-    mk_cu_launch config = {.grid_x = (unsigned)blocks, .grid_y = 1, .grid_z = 1, .block_x = shape->threads, .block_y = 1, .block_z = 1,
+    mk_cu_launch config = {.grid_x = (unsigned)blocks, .grid_y = 1, .grid_z = 1, .block_x = c->s->device->kernels.threads[kernel], .block_y = 1, .block_z = 1,
                            .shared_bytes = shape->shared, .stream = c->stream};
     void *list[] = {params};
     MK_CUDA_TRY(c->api->cuLaunchKernelEx(&config, c->s->device->kernels.function[kernel], list, NULL), "rank %d: launching %s (%u blocks on device %d)",

@@ -30,8 +30,10 @@ void mk_cuda_choose_tiles(mok_workspace *w, const char *wish)
         g->narrow = depth <= NARROW_UP_TO;
         if (wish && !strcmp(wish, "wide"))
             g->narrow = false;
-        if (s->fused || (wish && !strcmp(wish, "narrow")))
+        if (wish && !strcmp(wish, "narrow"))
             g->narrow = true;
+        if (s->fused)
+            g->narrow = w->dims.mx;
         if (s->device->blackwell)
             g->narrow = false;
         g->kernel = kernels[w->dims.mx && !is_shared((mk_gemm_id)id)][gate_up][g->narrow];

@@ -39,7 +39,7 @@ static mok_status check_memory(const mk_cuda_driver *api, const char *name, cons
 static mok_status launch_blocks(const mk_cuda_device *d, mk_cuda_kernel kernel, int64_t blocks, void *p, void *stream)
 {
     const mk_cuda_kernel_shape *shape = &mk_cuda_kernel_shapes[kernel];
-    mk_cu_launch config = {.grid_x = (unsigned)blocks, .grid_y = 1, .grid_z = 1, .block_x = shape->threads, .block_y = 1, .block_z = 1,
+    mk_cu_launch config = {.grid_x = (unsigned)blocks, .grid_y = 1, .grid_z = 1, .block_x = d->kernels.threads[kernel], .block_y = 1, .block_z = 1,
                            .shared_bytes = shape->shared, .stream = stream};
     void *list[] = {p};
     MK_CUDA_TRY(d->api->cuLaunchKernelEx(&config, d->kernels.function[kernel], list, NULL), "launching %s (%u blocks on device %d)", shape->name,

@@ -94,7 +94,7 @@ typedef struct mk_cuda_state {
 } mk_cuda_state;
 
 /* maps.c */
-/* wish: "wide", "narrow" or NULL. A fused forward has the narrow tile whatever the wish. */
+/* wish: "wide", "narrow" or NULL. A fused forward has its own tile whatever the wish: the wide one's boxes in BF16, the narrow one's in MXFP8. */
 void mk_cuda_choose_tiles(mok_workspace *w, const char *wish);
 mok_status mk_cuda_encode_gemm(mok_workspace *w, mk_gemm_id id, const mok_forward_args *a);
 mok_status mk_cuda_encode_backward(mok_workspace *w, const mok_backward_args *a);

@@ -19,7 +19,7 @@
  *   mok_s2_gate_up_wide     mk_gemm_params    clusters of 2 x 384            gate/up and SwiGLU, one minibatch (or the shared expert)
  *   mok_s2_gate_up_narrow   the same, other tile
  *   mok_s4_down_wide, mok_s4_down_narrow  mk_gemm_params                     down and push, one minibatch (or the shared expert)
- *   mok_forward_fused       mk_forward_params clusters of 2 x 384, all SMs   s1 to s4 fused, instead of the launches of dispatch, gate_up and down
+ *   mok_forward_fused       mk_forward_params clusters of 2 x 512 (Blackwell: 384), all SMs   s1 to s4 fused, instead of the launches of dispatch, gate_up and down
  *   mok_rank_barrier        mk_rank_params    1 x 128                        the end of forward and recompute: epoch barrier over GPUs (not for
  *                                                                            virtual ranks, nor for a rank alone)
  *   mok_s5_combine          mk_combine_params any x 256                      the weighted sum; the context's head
@@ -57,7 +57,7 @@ enum { MK_GEMM_SHARED_WIDE = 230400, MK_GEMM_SHARED_NARROW = 230400 };
 enum { MK_DISPATCH_AREA = 32768 };        /* bytes of the dispatch slots: two rows of H 7168, four of H 4096, eight of H 2048 */
 enum { MK_DISPATCH_SHARED = MK_DISPATCH_AREA + 384 }; /* with their mbarriers and records */
 enum { MK_BACKWARD_SHARED = 232448 };      /* with what tasks leave for their epilogues, and the trace: all there is */
-enum { MK_FORWARD_SHARED = 231424 };      /* five stages and a dispatch slot (checked in forward.cuh) */
+enum { MK_FORWARD_SHARED = 231424 };      /* stages and dispatch slots (checked in forward.cuh) */
 
 /* A fault as the host reads it, while kernels run: pinned host memory. Whoever writes mk_device_state.fault writes this too: the heads (of
  * a fault that has a call head: rank 0's and fault.rank's), the record, and its kind last, with st.release.sys. The host

@@ -26,8 +26,13 @@
 
 namespace mk {
 
+#ifdef MK_SM100
 typedef TileForward TileBackward; /* its rows, columns and cluster are those of either precision's */
 template <bool Mx> using BackwardTile = ForwardTile<Mx>;
+#else
+typedef TileNarrowFused TileBackward;
+template <bool Mx> using BackwardTile = TileBackward;
+#endif
 
 /* The epilogue of s4_down_bwd takes all that the other roles can spare. */
 constexpr int kBackwardRegistersMath = 208, kBackwardRegistersOther = 88;
@@ -375,7 +380,7 @@ template <bool Mx> MK_DEVICE void backward_trace(const mk_backward_params &p, Ba
 {
     const mk_task_kind kind = (mk_task_kind)(task.kind & TASK_KIND_MASK);
     const uint32_t part = (uint32_t)task.col / (stage_of(kind) == MK_TASK_GATE_UP ? TileBackward::cols / 2 : TileBackward::cols);
-    trace_task(p.rank, s.trace, kind, task.tag, part, number % 2 ? MK_TRACE_LANE_math1 : MK_TRACE_LANE_math0,
+    trace_task(p.rank, s.trace, kind, task.tag, part, number % 2 ? MK_TRACE_LANE_math1 : MK_TRACE_LANE_math0, number % 2 ? MK_TRACE_LANE_math1 : MK_TRACE_LANE_math0,
                kind == MK_TASK_DGRAD_GATE_UP && !only_helps(task) ? trace_row_bytes(p.rank, task.col, TileBackward::cols) : 0);
     trace_begin(p.rank, s.trace, MK_TRACE_LANE_wait, MK_TRACE_wait_operands, task.tag, part, mk_trace_is_shared(kind));
 }

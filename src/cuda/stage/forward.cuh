@@ -4,13 +4,15 @@
  *   warp 2         rows from their ranks into the ring, by ticket           s1_dispatch
  *   warp 3         waits until a task's rows are there, tasks ahead         (layout/depend.h)
  *   load thread    loads what warp 3 has found to be there
- *   math warps     gate/up and SwiGLU, or down and the push of y            s2, s3, s4, s5
+ *   math warps     gate/up or down, and (but for BF16 on Hopper)
+ *   store warps    SwiGLU, or the push of y                                 s2, s3, s4, s5
  *
  * It computes what the staged launches compute, through the same stage code; only who waits for whom is new. The rank barrier
  * and the reduce follow as launches of their own. Mx: the routed experts in MXFP8. */
 #ifndef MK_STAGE_FORWARD_CUH
 #define MK_STAGE_FORWARD_CUH
 
+#include "cuda/gemm/broad.cuh"
 #include "cuda/stage/rows.cuh"
 #include "cuda/stage/s1_dispatch.cuh"
 #include "cuda/stage/s2_gate_up.cuh"
@@ -20,7 +22,8 @@
 
 namespace mk {
 
-/* The narrow tile, or Blackwell's, with a stage less, which makes room for the dispatch slot. */
+/* Blackwell's tile, or the narrow one, with a stage less, which makes room for the dispatch slots; on Hopper the broad one for BF16. (MXFP8 is quantised out of the
+ * accumulators there.) */
 #ifdef MK_SM100
 struct TileForward : TilePair { static constexpr uint32_t stages = 5; };
 template <> struct GemmShared<TileForward> : PairShared<TileForward> {};
@@ -29,21 +32,25 @@ struct TileForwardScaled : TilePairScaled { static constexpr uint32_t stages = 4
 template <> struct GemmShared<TileForwardScaled> : PairShared<TileForwardScaled> {};
 template <> struct Acc<TileForwardScaled> : SharingAcc<TileForwardScaled> {};
 #else
-struct TileForward : TileNarrow { static constexpr uint32_t stages = 5; };
-typedef TileForward TileForwardScaled;
+struct TileNarrowFused : TileNarrow { static constexpr uint32_t stages = 5; };
+typedef TileBroad TileForward;
+typedef TileNarrowFused TileForwardScaled;
 #endif
-/* Rows, columns and cluster are those of TileForward. */
 template <bool Mx> struct ForwardTileOf { typedef TileForward Tile; };
 template <> struct ForwardTileOf<true> { typedef TileForwardScaled Tile; };
 template <bool Mx> using ForwardTile = typename ForwardTileOf<Mx>::Tile;
 
 /* Walking the tasks of a whole pass takes more registers than one GEMM's; the math warps have some to give. */
-constexpr int kForwardRegistersMath = 208, kForwardRegistersOther = 88;
+constexpr int kForwardRegistersMath = 208, kForwardRegistersOther = 88, kBroadRegistersMath = 160, kBroadRegistersStore = 104;
 static_assert(kForwardRegistersOther + 2 * kForwardRegistersMath <= 3 * 168, "registers of 384 threads");
+static_assert(kForwardRegistersOther + kBroadRegistersStore + 2 * kBroadRegistersMath <= 4 * 128, "registers of 512 threads");
+template <bool Mx> constexpr bool kForwardStores = kHasStoreWarps<ForwardTile<Mx>>;
+template <bool Mx> constexpr uint32_t kForwardThreads = kForwardStores<Mx> ? kBroadThreads : kGemmThreads;
+template <bool Mx> constexpr uint32_t kForwardDispatchArea = kForwardStores<Mx> ? MK_DISPATCH_AREA / 2 : MK_DISPATCH_AREA;
 
 template <bool Mx> struct ForwardShared {
     GemmShared<ForwardTile<Mx>> gemm;
-    DispatchShared dispatch;
+    DispatchSlots<kForwardDispatchArea<Mx>> dispatch;
     mk_walk walk;
     uint64_t ready[kTaskSlots]; /* one arrival of the wait role: the operands of the task in that slot are there */
     TraceShared trace;
@@ -53,9 +60,10 @@ static_assert(sizeof(ForwardShared<false>) <= MK_FORWARD_SHARED && sizeof(Forwar
 static_assert(sizeof(ForwardShared<true>) <= MK_FORWARD_SHARED, "what the host asks for");
 
 /* Cuts of the walk: a task is kColumnTiles neighbouring column tiles. */
-MK_DEVICE mk_walk forward_walk(const mk_forward_params &p)
+template <bool Mx> MK_DEVICE mk_walk forward_walk(const mk_forward_params &p)
 {
-    constexpr int64_t pair = TileForward::cols * kColumnTiles<TileForward>;
+    typedef ForwardTile<Mx> Tile;
+    constexpr int64_t pair = Tile::cols * kColumnTiles<Tile>;
     const mk_dims &d = p.rank.dims;
     mk_walk w = {};
     w.pass = p.recompute ? MK_PASS_RECOMPUTE : MK_PASS_FORWARD;
@@ -64,7 +72,7 @@ MK_DEVICE mk_walk forward_walk(const mk_forward_params &p)
     w.grid.shared_gate_up = (int32_t)mk_ceil_div(2 * d.shared_intermediate, pair);
     w.grid.shared_down = w.grid.down;
     w.grid.group_tiles = MK_GROUP_TILES;
-    w.grid.raises = (int32_t)(kColumnTiles<TileForward> * kWarpsPerTile<TileForward>);
+    w.grid.raises = (int32_t)(kColumnTiles<Tile> * (kForwardStores<Mx> ? kStoreWarps : kWarpsPerTile<Tile>));
     w.mb_tiles = d.mb_tiles_fwd;
     w.tiles = mk_table_at(&p.rank.memory, p.schedule).tiles;
     if (!skipped(p.rank)) {
@@ -103,6 +111,7 @@ struct ClusterTask {
 
 /* The Program of the GEMM core (grouped.cuh) over the walk. GemmTask.kind is the task's, tag its tile. */
 template <bool Mx> struct ForwardProgram {
+    typedef ForwardTile<Mx> Tile;
     const mk_forward_params &p;
     ForwardShared<Mx> &s;
     mk_table t;
@@ -114,7 +123,7 @@ template <bool Mx> struct ForwardProgram {
     /* A cluster may leave before the tasks are all drawn. */
     MK_MEMBER uint32_t next()
     {
-        constexpr int64_t drawn = TileForward::tensor_memory ? 2 : 1; /* at a time */
+        constexpr int64_t drawn = kColumnTiles<Tile> == 1 ? Tile::cluster : 1; /* at a time */
         return yield.next((uint32_t)mk_ceil_div(s.walk.num_tasks, drawn));
     }
 
@@ -131,9 +140,9 @@ template <bool Mx> struct ForwardProgram {
         task.kind = next.kind;
         if (next.kind == MK_TASK_NONE)
             return;
-        last.cols = (int32_t)(down ? TileForward::cols : TileForward::cols / 2);
+        last.cols = (int32_t)(down ? Tile::cols : Tile::cols / 2);
         task.tag = next.tile;
-        task.col = next.part * (int32_t)kColumnTiles<TileForward> * last.cols;
+        task.col = next.part * (int32_t)kColumnTiles<Tile> * last.cols;
         task.num_k_blocks = (int32_t)(Mx && kMultipliesMx && !shared ? mk_ceil_div(depth, kRowBytes) : depth / kBlockK);
         task.out_row = next.tile * MK_ROW_TILE;
         if (shared) {
@@ -166,7 +175,7 @@ private:
     MK_MEMBER ScaledGemmInput scaled_input(const GemmTask &task)
     {
         const GemmInput of = operands(task);
-        switch (task.kind) {
+        switch (kind_of(task)) {
         case MK_TASK_GATE_UP: return {of, &p.ring_x_scales, &p.gate_scales, &p.up_scales};
         case MK_TASK_DOWN: return {of, &p.ring_h_scales, &p.down_scales, &p.down_scales};
         default: return {of, nullptr, nullptr, nullptr};
@@ -175,11 +184,11 @@ private:
 
     MK_MEMBER GemmInput operands(const GemmTask &task)
     {
-        const int32_t half = TileForward::cols / 2;
-        const bool shared = is_shared(task.kind), down = is_down(task.kind);
+        const int32_t half = Tile::cols / 2;
+        const bool shared = is_shared(kind_of(task)), down = is_down(kind_of(task));
         if (const mk_tensor_map *maps = shared ? p.shared_maps : p.expert_maps)
             return input_by_pointer(known, down ? (shared ? &p.shared_h : &p.ring_h) : (shared ? &p.shared_x : &p.ring_x), maps + task.expert * MK_EXPERT_MAPS, down, half);
-        switch (task.kind) {
+        switch (kind_of(task)) {
         case MK_TASK_SHARED_GATE_UP: return {&p.shared_x, &p.shared_gate, &p.shared_up, p.shared_up_row, 0};
         case MK_TASK_SHARED_DOWN: return {&p.shared_h, &p.shared_down, &p.shared_down, half, 0};
         case MK_TASK_GATE_UP: return {&p.ring_x, &p.gate, &p.up, p.up_row, task.expert};
@@ -189,7 +198,7 @@ private:
 };
 
 /* What the tasks of MXFP8 want of the core: the shared expert's are bf16. */
-template <bool Mx> struct ForwardTasks : PlainTasks<TileForward> {};
+template <bool Mx> struct ForwardTasks : PlainTasks<ForwardTile<Mx>> {};
 #ifdef MK_SM100
 template <> struct ForwardTasks<true> : PlainTasks<TileForwardScaled> {
     MK_MEMBER PairRecipe recipe(const GemmTask &task) const
@@ -245,6 +254,46 @@ template <bool Mx> struct ForwardEpilogue {
     }
 };
 
+/* The same by store warps, out of a finished tile (broad.cuh). */
+struct ForwardStore {
+    const mk_forward_params &p;
+    mk_table t;
+
+    /* As in ForwardEpilogue. */
+    MK_MEMBER void signal(int32_t counter, int32_t tile) const
+    {
+        sync_warp();
+        if (lane_idx() == 0)
+            flag_add_release_gpu(counter_at(p.rank, counter, tile), 1);
+    }
+
+    MK_MEMBER void begin(const GemmTask &task) const
+    {
+        if (kind_of(task) == MK_TASK_DOWN)
+            signal(MK_COUNTER_s4_tasks_done, task.tag); /* h has been read */
+    }
+
+    MK_MEMBER void store(const GemmTask &task, const FinishedTile &tile, uint32_t first_row) const
+    {
+        const mk_rank_params &r = p.rank;
+        const bool shared = is_shared(kind_of(task));
+        if (is_down(kind_of(task)))
+            store_finished(task, tile, first_row, SlotRows{r, t.rows, shared ? in_local<bf16>(r, r.memory.shared_y) : nullptr, r.dims.hidden});
+        else
+            store_finished_swiglu(task, tile, first_row, gate_up_epilogue(r, p.context, shared, p.num_tokens));
+    }
+
+    MK_MEMBER void end(const GemmTask &task) const
+    {
+        if (!is_down(kind_of(task)))
+            signal(is_shared(kind_of(task)) ? MK_COUNTER_shared_s2_tasks_done : MK_COUNTER_s2_tasks_done, task.tag);
+    }
+};
+
+MK_DEVICE void note_task(const ForwardStore &e, uint32_t number, TraceStamp stamp)
+{
+    trace_stamp(e.p.rank, static_cast<ForwardShared<false> *>(shared_base())->trace, number, stamp);
+}
 template <bool Mx> MK_DEVICE void note_task(const ForwardEpilogue<Mx> &e, uint32_t number, TraceStamp stamp)
 {
     trace_stamp(e.p.rank, static_cast<ForwardShared<Mx> *>(shared_base())->trace, number, stamp);
@@ -252,10 +301,12 @@ template <bool Mx> MK_DEVICE void note_task(const ForwardEpilogue<Mx> &e, uint32
 
 template <bool Mx> MK_DEVICE void forward_trace(const mk_forward_params &p, ForwardShared<Mx> &s, const GemmTask &task, uint32_t number)
 {
-    const mk_task_kind kind = (mk_task_kind)task.kind;
-    const uint32_t part = (uint32_t)task.col / (is_down(task.kind) ? TileForward::cols : TileForward::cols / 2);
-    trace_task(p.rank, s.trace, kind, task.tag, part, number % 2 ? MK_TRACE_LANE_math1 : MK_TRACE_LANE_math0,
-               kind == MK_TASK_DOWN && !only_helps(task) ? trace_row_bytes(p.rank, task.col, TileForward::cols) : 0);
+    typedef ForwardTile<Mx> Tile;
+    const mk_task_kind kind = (mk_task_kind)kind_of(task);
+    const uint32_t part = (uint32_t)task.col / (is_down(kind) ? Tile::cols : Tile::cols / 2);
+    const mk_trace_lane product = kForwardStores<Mx> || number % 2 == 0 ? MK_TRACE_LANE_math0 : MK_TRACE_LANE_math1;
+    trace_task(p.rank, s.trace, kind, task.tag, part, product, kForwardStores<Mx> ? MK_TRACE_LANE_math1 : product,
+               kind == MK_TASK_DOWN && !only_helps(task) ? trace_row_bytes(p.rank, task.col, Tile::cols) : 0);
     trace_begin(p.rank, s.trace, MK_TRACE_LANE_wait, MK_TRACE_wait_operands, task.tag, part, mk_trace_is_shared(kind));
 }
 
@@ -268,12 +319,12 @@ template <bool Mx> MK_DEVICE void forward_wait(const mk_forward_params &p, const
     for (uint32_t number = 0;; tasks.at.next(), number++) {
         const GemmTask task = tasks.wait(s.gemm);
         const uint32_t slot = tasks.at.slot;
-        const mk_task as_walked = mk_task_make((mk_task_kind)task.kind, task.tag, 0);
+        const mk_task as_walked = mk_task_make((mk_task_kind)kind_of(task), task.tag, 0);
         mk_need need;
         if (task.num_k_blocks != 0)
             forward_trace(p, s, task, number);
         for (int i = 0; task.num_k_blocks != 0 && mk_task_need(&s.walk, &t, &p.rank.dims, as_walked, i, &need); i++)
-            wait_counter(p.rank, task.kind, need.counter, need.first, need.count, "forward: operands of a task");
+            wait_counter(p.rank, as_walked.kind, need.counter, need.first, need.count, "forward: operands of a task");
         mbar_arrive_release_cta(smem_addr(&s.ready[slot]));
         tasks.release(s.gemm);
         if (task.num_k_blocks != 0)
@@ -285,11 +336,13 @@ template <bool Mx> MK_DEVICE void forward_wait(const mk_forward_params &p, const
 
 template <bool Mx> MK_DEVICE void forward_init(const mk_forward_params &p, ForwardShared<Mx> &s)
 {
+    if constexpr (kForwardStores<Mx>)
+        broad_init(s.gemm);
     for (uint32_t i = 0; i < kTaskSlots; i++)
         mbar_init(smem_addr(&s.ready[i]), 1);
     yield_init(s.yield);
     fence_mbar_init_release_cluster();
-    s.walk = forward_walk(p);
+    s.walk = forward_walk<Mx>(p);
     trace_init(p.rank, s.trace);
 }
 
@@ -297,7 +350,7 @@ template <bool Mx> MK_DEVICE void forward_init(const mk_forward_params &p, Forwa
 template <bool Mx> MK_DEVICE void forward_dispatch(const mk_forward_params &p, ForwardShared<Mx> &s)
 {
     const mk_walk &walk = s.walk;
-    Dispatch<Mx> dispatch(p.rank, mk_table_at(&p.rank.memory, p.schedule), s.dispatch, &walk, &s.trace);
+    Dispatch<Mx, false, kForwardDispatchArea<Mx>> dispatch(p.rank, mk_table_at(&p.rank.memory, p.schedule), s.dispatch, &walk, &s.trace);
     dispatch.stop = smem_addr(&s.yield.leaving);
     const int64_t num_rows = walk.num_tiles * MK_ROW_TILE;
     dispatch.move_all(&device_state(p.rank)->tickets[1], num_rows - 1, num_rows);

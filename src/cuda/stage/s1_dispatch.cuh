@@ -24,10 +24,11 @@ enum { DISPATCH_BATCH = 32, DISPATCH_MAX_SLOTS = 8 };
 /* Rows that a warp takes at a time: fewer of long rows, which take it longer, because nobody multiplies before the first tiles are whole. */
 template <uint32_t Slots> constexpr uint32_t kBatchRows = Slots >= 8 ? DISPATCH_BATCH : Slots == 4 ? DISPATCH_BATCH / 2 : DISPATCH_BATCH / 4;
 
-struct DispatchShared {
-    alignas(128) uint8_t area[MK_DISPATCH_AREA];
+template <uint32_t Area> struct DispatchSlots {
+    alignas(128) uint8_t area[Area];
     uint64_t full[DISPATCH_MAX_SLOTS];
 };
+typedef DispatchSlots<MK_DISPATCH_AREA> DispatchShared;
 static_assert(sizeof(DispatchShared) <= MK_DISPATCH_SHARED, "shared memory of a dispatch block");
 
 /* A lane's row. */
@@ -47,10 +48,10 @@ struct DispatchRow {
 struct DispatchPayload { int64_t heap_offset, ring_offset; const void *own; };
 
 /* One warp. What it takes to move rows, whoever asks for them. */
-template <bool Mx, bool Backward = false> struct Dispatch {
+template <bool Mx, bool Backward = false, uint32_t Area = MK_DISPATCH_AREA> struct Dispatch {
     const mk_rank_params &r;
     mk_table t;
-    DispatchShared &s;
+    DispatchSlots<Area> &s;
     const mk_walk *walk;      /* fused: its readers free the ring's slots; null: launches do (forward and recompute only) */
     TraceShared *trace;       /* fused */
     const bool backward;
@@ -60,7 +61,7 @@ template <bool Mx, bool Backward = false> struct Dispatch {
     uint32_t stop = 0;        /* an mbarrier after whose first phase no more rows are drawn; 0: none */
     static constexpr bool kScaled = Mx && kMultipliesMx;
 
-    MK_MEMBER Dispatch(const mk_rank_params &rank, const mk_table &table, DispatchShared &shared, const mk_walk *fused, TraceShared *fused_trace = nullptr)
+    MK_MEMBER Dispatch(const mk_rank_params &rank, const mk_table &table, DispatchSlots<Area> &shared, const mk_walk *fused, TraceShared *fused_trace = nullptr)
         : r(rank), t(table), s(shared), walk(fused), trace(fused_trace), backward(Mx ? Backward : fused && fused->pass == MK_PASS_BACKWARD)
     {
         if (lane_idx() < DISPATCH_MAX_SLOTS)
@@ -173,7 +174,7 @@ template <bool Mx, bool Backward = false> struct Dispatch {
      * while group g - 1 is stored. */
     template <uint32_t Slots> MK_MEMBER void move_batch(const DispatchPayload &what, const DispatchRow &d)
     {
-        constexpr uint32_t half = Slots / 2, slot_bytes = MK_DISPATCH_AREA / Slots;
+        constexpr uint32_t half = Slots / 2, slot_bytes = Area / Slots;
         const uint32_t movers = ballot(d.moves), count = population_count(movers), bytes = (uint32_t)(r.dims.hidden * 2);
         const uint32_t mine = population_count(movers & ((1u << lane_idx()) - 1)), slot = mine % Slots, groups = (count + half - 1) / half;
         for (uint32_t g = 0; g <= groups; g++) {
@@ -206,11 +207,11 @@ template <bool Mx, bool Backward = false> struct Dispatch {
                     continue;
                 }
             }
-            for (int64_t at = 0; at < bytes; at += MK_DISPATCH_AREA, parities ^= 1) {
-                const uint32_t piece = (uint32_t)mk_min(bytes - at, MK_DISPATCH_AREA);
+            for (int64_t at = 0; at < bytes; at += Area, parities ^= 1) {
+                const uint32_t piece = (uint32_t)mk_min(bytes - at, Area);
                 if (lane_idx() == lane) {
-                    load_piece(what, d, 0, MK_DISPATCH_AREA, at, piece);
-                    store_piece(what, d, 0, MK_DISPATCH_AREA, at, piece, parities & 1);
+                    load_piece(what, d, 0, Area, at, piece);
+                    store_piece(what, d, 0, Area, at, piece, parities & 1);
                     bulk_wait_read<0>();
                 }
                 sync_warp();
@@ -316,7 +317,7 @@ template <bool Mx, bool Backward = false> struct Dispatch {
      * widens it, unless it is a copy of a row of the ring, which its lane stores. */
     template <uint32_t Slots> MK_MEMBER void move_batch_mx(const DispatchPayload &what, const DispatchRow &d)
     {
-        constexpr uint32_t half = Slots / 2, slot_bytes = MK_DISPATCH_AREA / Slots;
+        constexpr uint32_t half = Slots / 2, slot_bytes = Area / Slots;
         const uint32_t movers = ballot(d.moves), count = population_count(movers);
         const uint32_t mine = population_count(movers & ((1u << lane_idx()) - 1)), groups = (count + half - 1) / half;
         for (uint32_t g = 0; g <= groups; g++) {
@@ -418,7 +419,7 @@ template <bool Mx, bool Backward = false> struct Dispatch {
     /* num_rows table rows from `start` on (whole tiles), as many batches of them as this warp draws. */
     MK_MEMBER void move_all(uint32_t *ticket, int64_t start, int64_t num_rows)
     {
-        const int64_t fit = MK_DISPATCH_AREA / (kScaled ? heap_row() : r.dims.hidden * 2);
+        const int64_t fit = Area / (kScaled ? heap_row() : r.dims.hidden * 2);
         if (fit >= 8)
             move_drawn<8>(ticket, start, num_rows);
         else if (fit >= 4)

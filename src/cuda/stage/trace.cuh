@@ -17,7 +17,8 @@ struct TraceTask {
     uint64_t stamp[3];         /* by TraceStamp */
     int32_t tile;
     uint32_t push_row_bytes;   /* what a row pushed by the epilogue moves; 0: it pushes nothing */
-    uint16_t part, kind, lane, shared;
+    uint16_t part;
+    uint8_t kind, lane, epilogue_lane, shared;
 };
 
 /* Tasks of a CTA, by number. When the wait role sees task n, task n - kTaskSlots - 1 is done, because a warpgroup reads a task after its last one;
@@ -96,16 +97,16 @@ MK_DEVICE void trace_record_task(TraceShared &s, uint32_t number)
 {
     const TraceTask task = load(&s.task[number % TRACE_TASKS]);
     const uint16_t sm = (uint16_t)sm_idx();
-    const uint8_t kind = (uint8_t)task.kind, epilogue = (uint8_t)mk_trace_epilogue_of((mk_trace_kind)kind), lane = (uint8_t)task.lane, shared = (uint8_t)task.shared;
+    const uint8_t kind = (uint8_t)task.kind, epilogue = (uint8_t)mk_trace_epilogue_of((mk_trace_kind)kind), lane = (uint8_t)task.lane, epilogue_lane = (uint8_t)task.epilogue_lane, shared = (uint8_t)task.shared;
     trace_write(s, lane, {task.stamp[0], task.stamp[1], task.tile, 0, task.part, sm, kind, lane, shared, 0});
-    trace_write(s, lane, {task.stamp[1], task.stamp[2], task.tile, task.push_row_bytes, task.part, sm, epilogue, lane, shared, 0});
+    trace_write(s, epilogue_lane, {task.stamp[1], task.stamp[2], task.tile, task.push_row_bytes, task.part, sm, epilogue, epilogue_lane, shared, 0});
 }
 
 /* What a task moves of each row of [*, H] that it pushes: the tile's columns that exist. */
 MK_DEVICE uint32_t trace_row_bytes(const mk_rank_params &r, int32_t col, uint32_t cols) { return (uint32_t)mk_max(mk_min(r.dims.hidden - col, cols), 0) * 2; }
 
 /* The wait role, of every task it sees, before it waits. */
-MK_DEVICE void trace_task(const mk_rank_params &r, TraceShared &s, mk_task_kind kind, int32_t tile, uint32_t part, mk_trace_lane lane, uint32_t push_row_bytes)
+MK_DEVICE void trace_task(const mk_rank_params &r, TraceShared &s, mk_task_kind kind, int32_t tile, uint32_t part, mk_trace_lane lane, mk_trace_lane epilogue_lane, uint32_t push_row_bytes)
 {
     if (!trace_on(r))
         return;
@@ -116,9 +117,10 @@ MK_DEVICE void trace_task(const mk_rank_params &r, TraceShared &s, mk_task_kind 
     store(&task.tile, tile);
     store(&task.push_row_bytes, push_row_bytes);
     store(&task.part, (uint16_t)part);
-    store(&task.kind, (uint16_t)mk_trace_kind_of(kind));
-    store(&task.lane, (uint16_t)lane);
-    store(&task.shared, (uint16_t)mk_trace_is_shared(kind));
+    store(&task.kind, (uint8_t)mk_trace_kind_of(kind));
+    store(&task.lane, (uint8_t)lane);
+    store(&task.epilogue_lane, (uint8_t)epilogue_lane);
+    store(&task.shared, (uint8_t)mk_trace_is_shared(kind));
     store(&s.tasks_seen, number + 1);
 }
 
