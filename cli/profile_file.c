@@ -71,7 +71,7 @@ static bool load(const char *name, sim_profile *p, int depth, char *error, size_
 static bool check(const sim_profile *p, const char *name, char *error, size_t error_size)
 {
     static const struct { const char *name; double low, high; } whole[] = {{"sms", 1, 4096}, {"cluster", 1, 16}, {"tile_cols", 64, 1024}, {"tasks_ahead", 0, 8}, {"ranks_max", 1, 4096}};
-    static const char *const positive[] = {"bf16_tflops", "bf16_sustained_tflops", "mxfp8_tflops", "mxfp8_sustained_tflops", "hbm_gbps", "mover_gbps", "comm_sm_gbps",
+    static const char *const positive[] = {"bf16_tflops", "bf16_sustained_tflops", "forward_factor", "mxfp8_tflops", "mxfp8_sustained_tflops", "hbm_gbps", "mover_gbps", "comm_sm_gbps",
                                            "link_pull_gbps", "link_push_gbps", "publish_gbps", "combine_gbps", "wgrad_factor", "grouped_factor", "elementwise_gbps",
                                            "nccl_gbps", "deepep_gbps", "switch_factor", "mover_kib", "comm_sm_kib"};
     sim_profile copy = *p;

@@ -4,7 +4,8 @@
 double sim_rate(const sim_case *c)
 {
     const sim_profile *p = &c->profile;
-    return c->mxfp8 ? (c->sustained ? p->mxfp8_sustained_tflops : p->mxfp8_tflops) : c->sustained ? p->bf16_sustained_tflops : p->bf16_tflops;
+    const double bf16 = (c->sustained ? p->bf16_sustained_tflops : p->bf16_tflops) * (c->pass == MK_PASS_FORWARD ? p->forward_factor : 1);
+    return c->mxfp8 ? (c->sustained ? p->mxfp8_sustained_tflops : p->mxfp8_tflops) : bf16;
 }
 
 /* MX blocks of 32 elements share a scale byte. */

@@ -14,6 +14,7 @@
     X(overlap_tiles, 2, "tiles under way in an SM: 2 if one's epilogue hides under the other's products, else 1")                  \
     X(bf16_tflops, 800, "TFLOP/s of all SMs at endless K, cool chip")                                                              \
     X(bf16_sustained_tflops, 690, "the same, after a second of work")                                                              \
+    X(forward_factor, 1, "rate of a BF16 forward's products / the two above, which are the backward's")                            \
     X(mxfp8_tflops, 800, "TFLOP/s with block-scaled FP8; chips without such units widen it to BF16")                               \
     X(mxfp8_sustained_tflops, 690, "the same, after a second of work")                                                             \
     X(task_us, 0.4, "us of a GEMM task that overlap with nothing: filling, handing over")                                          \

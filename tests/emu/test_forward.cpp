@@ -159,7 +159,7 @@ TEST(clusters_leave_by_the_clock)
         s.tokens = i % 3 ? std::vector<int64_t>{320} : std::vector<int64_t>{190, 150};
         s.experts = 3 + i % 3;
         s.hidden = 64 << i % 2;
-        s.intermediate = 512;
+        s.intermediate = 1024;
         s.ring = i % 4 ? 256 : 0;
         s.minibatch = i % 4 ? 128 : 0;
         s.shared = i % 2 * 64;

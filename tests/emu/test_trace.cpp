@@ -71,7 +71,7 @@ TEST(every_task_has_its_product_and_epilogue_in_order)
         const LayerRank &r = layer.ranks[i];
         Traced &t = traces[i];
         read(r, t);
-        const int64_t tiles = layer.head(r).num_tiles, shared_tiles = mk_ceil_div(r.num_tokens, MK_ROW_TILE), ctas = mk::TileForward::cluster;
+        const int64_t tiles = layer.head(r).num_tiles, shared_tiles = mk_ceil_div(r.num_tokens, MK_ROW_TILE), ctas = mk::kColumnTiles<mk::TileForward>;
         const int64_t pair = mk::TileForward::cols * ctas, up = mk_ceil_div(2 * layer.shape.intermediate, pair), down = mk_ceil_div(layer.shape.hidden, pair);
         CHECK_EQ(count(t, MK_TRACE_s2_gate_up, false), tiles * up * ctas);
         CHECK_EQ(count(t, MK_TRACE_s3_swiglu, false), tiles * up * ctas);

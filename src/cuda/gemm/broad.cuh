@@ -207,9 +207,6 @@ MK_DEVICE void finish_tile(GemmShared<TileBroad> &s, const Acc<TileBroad> &acc, 
         put_block(tile.block[1][1], acc, 1);
     }
     fence_proxy_async_shared_cta(); /* plain stores; TMA writes there next, when the store warps have let it */
-    sync_warp();
-    if (lane_idx() == 0)
-        mbar_arrive_release_cta(smem_addr(&s.finished_full));
 }
 
 /* As multiply_task, of this warpgroup's columns. */
@@ -247,6 +244,11 @@ template <class Store> MK_DEVICE void broad_math(GemmShared<TileBroad> &s, uint3
             note_task(store_tile, number, TRACE_PRODUCT_BEGINS);
         const uint32_t last = multiply_broad(s, acc, at, task.num_k_blocks, warpgroup);
         finish_tile(s, acc, last, warpgroup, warp, number & 1);
+        if (warpgroup == 0)
+            note_task(store_tile, number, TRACE_EPILOGUE_BEGINS);
+        sync_warp();
+        if (lane_idx() == 0)
+            mbar_arrive_release_cta(smem_addr(&s.finished_full));
     }
 }
 
@@ -265,11 +267,11 @@ template <class Store> MK_DEVICE void broad_store(GemmShared<TileBroad> &s, uint
             return;
         wait_mbar(smem_addr(&s.finished_full), number & 1, "gemm_store: finished tile");
         const uint32_t last = load(&s.last_stage);
-        note_task(store_tile, number, TRACE_EPILOGUE_BEGINS);
         if (!only_helps(task)) {
             store_tile.begin(task);
             store_tile.store(task, FinishedTile(s, last, warp), warp * 16);
         }
+        note_task(store_tile, number, TRACE_EPILOGUE_ENDS); /* before the next one begins */
         sync_warp();
         if (lane_idx() < 4) /* they have read shared memory, and the arrive does not overtake that (TaskReader::release) */
             mbar_arrive_remote_release_cta(cluster_addr(smem_addr(&s.empty[last]), lane_idx() % 2));
@@ -277,7 +279,6 @@ template <class Store> MK_DEVICE void broad_store(GemmShared<TileBroad> &s, uint
             mbar_arrive_release_cta(smem_addr(&s.finished_empty));
         if (!only_helps(task))
             store_tile.end(task);
-        note_task(store_tile, number, TRACE_EPILOGUE_ENDS);
     }
 }
 

@@ -299,15 +299,19 @@ template <bool Mx> MK_DEVICE void note_task(const ForwardEpilogue<Mx> &e, uint32
     trace_stamp(e.p.rank, static_cast<ForwardShared<Mx> *>(shared_base())->trace, number, stamp);
 }
 
+/* Of store warps a CTA that only helps has nothing to record. */
+template <bool Mx> MK_DEVICE bool is_recorded(const GemmTask &task) { return task.num_k_blocks != 0 && !(kForwardStores<Mx> && only_helps(task)); }
+
 template <bool Mx> MK_DEVICE void forward_trace(const mk_forward_params &p, ForwardShared<Mx> &s, const GemmTask &task, uint32_t number)
 {
     typedef ForwardTile<Mx> Tile;
     const mk_task_kind kind = (mk_task_kind)kind_of(task);
     const uint32_t part = (uint32_t)task.col / (is_down(kind) ? Tile::cols : Tile::cols / 2);
     const mk_trace_lane product = kForwardStores<Mx> || number % 2 == 0 ? MK_TRACE_LANE_math0 : MK_TRACE_LANE_math1;
-    trace_task(p.rank, s.trace, kind, task.tag, part, product, kForwardStores<Mx> ? MK_TRACE_LANE_math1 : product,
+    trace_task(p.rank, s.trace, kind, is_recorded<Mx>(task) ? task.tag : -1, part, product, kForwardStores<Mx> ? MK_TRACE_LANE_math1 : product,
                kind == MK_TASK_DOWN && !only_helps(task) ? trace_row_bytes(p.rank, task.col, Tile::cols) : 0);
-    trace_begin(p.rank, s.trace, MK_TRACE_LANE_wait, MK_TRACE_wait_operands, task.tag, part, mk_trace_is_shared(kind));
+    if (is_recorded<Mx>(task))
+        trace_begin(p.rank, s.trace, MK_TRACE_LANE_wait, MK_TRACE_wait_operands, task.tag, part, mk_trace_is_shared(kind));
 }
 
 /* The wait role: one thread of each CTA. Finding out that a task may go on takes several dependent reads of global memory, more
@@ -327,7 +331,7 @@ template <bool Mx> MK_DEVICE void forward_wait(const mk_forward_params &p, const
             wait_counter(p.rank, as_walked.kind, need.counter, need.first, need.count, "forward: operands of a task");
         mbar_arrive_release_cta(smem_addr(&s.ready[slot]));
         tasks.release(s.gemm);
-        if (task.num_k_blocks != 0)
+        if (is_recorded<Mx>(task))
             trace_end(p.rank, s.trace, MK_TRACE_LANE_wait);
         if (task.num_k_blocks == 0)
             return;

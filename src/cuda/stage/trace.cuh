@@ -17,7 +17,7 @@ struct TraceTask {
     uint64_t stamp[3];         /* by TraceStamp */
     int32_t tile;
     uint32_t push_row_bytes;   /* what a row pushed by the epilogue moves; 0: it pushes nothing */
-    uint16_t part;
+    uint32_t part;
     uint8_t kind, lane, epilogue_lane, shared;
 };
 
@@ -96,10 +96,12 @@ MK_DEVICE void trace_stamp(const mk_rank_params &r, TraceShared &s, uint32_t num
 MK_DEVICE void trace_record_task(TraceShared &s, uint32_t number)
 {
     const TraceTask task = load(&s.task[number % TRACE_TASKS]);
-    const uint16_t sm = (uint16_t)sm_idx();
-    const uint8_t kind = (uint8_t)task.kind, epilogue = (uint8_t)mk_trace_epilogue_of((mk_trace_kind)kind), lane = (uint8_t)task.lane, epilogue_lane = (uint8_t)task.epilogue_lane, shared = (uint8_t)task.shared;
-    trace_write(s, lane, {task.stamp[0], task.stamp[1], task.tile, 0, task.part, sm, kind, lane, shared, 0});
-    trace_write(s, epilogue_lane, {task.stamp[1], task.stamp[2], task.tile, task.push_row_bytes, task.part, sm, epilogue, epilogue_lane, shared, 0});
+    if (task.tile < 0) /* of a CTA that only helped */
+        return;
+    const uint16_t sm = (uint16_t)sm_idx(), part = (uint16_t)task.part;
+    const uint8_t epilogue = (uint8_t)mk_trace_epilogue_of((mk_trace_kind)task.kind);
+    trace_write(s, task.lane, {task.stamp[0], task.stamp[1], task.tile, 0, part, sm, task.kind, task.lane, task.shared, 0});
+    trace_write(s, task.epilogue_lane, {task.stamp[1], task.stamp[2], task.tile, task.push_row_bytes, part, sm, epilogue, task.epilogue_lane, task.shared, 0});
 }
 
 /* What a task moves of each row of [*, H] that it pushes: the tile's columns that exist. */
@@ -116,7 +118,7 @@ MK_DEVICE void trace_task(const mk_rank_params &r, TraceShared &s, mk_task_kind 
     TraceTask &task = s.task[number % TRACE_TASKS];
     store(&task.tile, tile);
     store(&task.push_row_bytes, push_row_bytes);
-    store(&task.part, (uint16_t)part);
+    store(&task.part, part);
     store(&task.kind, (uint8_t)mk_trace_kind_of(kind));
     store(&task.lane, (uint8_t)lane);
     store(&task.epilogue_lane, (uint8_t)epilogue_lane);
